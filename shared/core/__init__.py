@@ -1,0 +1,1 @@
+"""Pure decisions and layouts; standard library, msgspec and numpy only."""

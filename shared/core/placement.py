@@ -1,0 +1,182 @@
+"""Which node holds which expert, at which bank row: read by banks, nodes and Station alike.
+
+Pure: a placement is a value with a digest; making a good one is the planner's work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from shared.core.errors import PlacementError
+from shared.core.names import NodeName
+from shared.core.shape import ModelShape
+
+Tier: TypeAlias = Literal["hbm", "rtx", "grace", "spark"]
+FORMAT_VERSION: Final = 1
+PLACES_MAX: Final = 2**22  # layers x experts; K3 has 83,328. Bounds what a hostile file allocates
+ExpertKey: TypeAlias = tuple[int, int]  # (layer, expert)
+
+
+class PlacedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One node and the experts of its bank, in row order."""
+
+    name: NodeName
+    tier: Tier
+    rows: tuple[tuple[int, int], ...]
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checked placement: every expert of the model has exactly one home."""
+
+    version: Literal[1]
+    model_digest: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    shape: ModelShape
+    policy: str
+    nodes: tuple[PlacedNode, ...]
+
+    def node(self, name: str) -> PlacedNode:
+        """The entry of one node; PlacementError when the placement does not know it."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        known = ", ".join(node.name for node in self.nodes)
+        raise PlacementError(f"placement has no node {name!r}: it knows {known}")
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the canonical bytes: what banks and leases are compared by."""
+        return hashlib.blake2b(encode(self), digest_size=16).hexdigest()
+
+    def homes(self) -> tuple[np.ndarray, np.ndarray]:
+        """(node index, bank row) per expert: two int32 [layers, experts], -1 where none."""
+        size = (self.shape.layers, self.shape.experts)
+        owner = np.full(size, -1, np.int32)
+        row = np.full(size, -1, np.int32)
+        for index, node in enumerate(self.nodes):
+            keys = np.array(node.rows, np.int32).reshape(-1, 2)
+            owner[keys[:, 0], keys[:, 1]] = index
+            row[keys[:, 0], keys[:, 1]] = np.arange(len(keys), dtype=np.int32)
+        return owner, row
+
+
+def encode(placement: Placement) -> bytes:
+    """Canonical JSON: equal placements have equal bytes, so a digest of them means something."""
+    return msgspec.json.format(msgspec.json.encode(placement, order="deterministic"), indent=0)
+
+
+def decode(data: bytes, *, source: str) -> Placement:
+    """Parse and check; any defect is one PlacementError that names `source`."""
+    try:
+        placement = msgspec.json.decode(data, type=Placement)
+    except msgspec.DecodeError as error:
+        raise PlacementError(
+            f"{source}: not a placement of format {FORMAT_VERSION}: {error}; make it again"
+        ) from error
+    check(placement, source=source)
+    return placement
+
+
+def check(placement: Placement, *, source: str = "placement") -> None:
+    """Conservation: names are distinct, every expert of every MoE layer is placed exactly once."""
+    shape = placement.shape
+    names = [node.name for node in placement.nodes]
+    if len(set(names)) != len(names):
+        raise PlacementError(f"{source}: node names repeat: {sorted(names)}")
+    if shape.layers * shape.experts > PLACES_MAX:
+        raise PlacementError(
+            f"{source}: {shape.layers} layers x {shape.experts} experts exceed {PLACES_MAX} places"
+        )
+    seen = np.zeros((shape.layers, shape.experts), np.int32)
+    for node in placement.nodes:
+        for layer, expert in node.rows:
+            if layer not in shape.moe_layers or not 0 <= expert < shape.experts:
+                raise PlacementError(
+                    f"{source}: node {node.name} holds layer {layer} expert {expert}, "
+                    f"outside layers {shape.moe_layers} x {shape.experts} experts"
+                )
+            seen[layer, expert] += 1
+    wrong = np.argwhere(seen[shape.first_moe_layer :] != 1)
+    if len(wrong):
+        layer, expert = int(wrong[0][0]) + shape.first_moe_layer, int(wrong[0][1])
+        raise PlacementError(
+            f"{source}: {len(wrong)} experts are not placed exactly once; first is layer {layer} "
+            f"expert {expert}, placed {int(seen[layer, expert])} times"
+        )
+
+
+def balanced(
+    model_digest: str, shape: ModelShape, nodes: Sequence[tuple[str, Tier, float]]
+) -> Placement:
+    """Spread every layer over the nodes in proportion to their weights, largest remainder first.
+
+    `nodes` are (name, tier, weight). Within a layer ids are dealt round-robin, so that neighbouring
+    ids, which release order makes neighbours on disk, end up on different nodes.
+    """
+    total = sum(weight for _, _, weight in nodes)
+    rows: list[list[ExpertKey]] = [[] for _ in nodes]
+    for layer in shape.moe_layers:
+        credit = np.zeros(len(nodes))
+        for expert in range(shape.experts):
+            credit += [weight / total for _, _, weight in nodes]
+            # a layer-dependent tie-break keeps equal nodes equal over the whole model
+            taken = int(np.argmax(np.roll(credit, layer)) - layer) % len(nodes)
+            credit[taken] -= 1
+            rows[taken].append((layer, expert))
+    return _made(model_digest, shape, "balanced", nodes, rows)
+
+
+def contiguous(
+    model_digest: str, shape: ModelShape, nodes: Sequence[tuple[str, Tier, float]]
+) -> Placement:
+    """Give each node one slice of consecutive expert ids of every layer."""
+    total = sum(weight for _, _, weight in nodes)
+    edges = np.cumsum([0.0] + [weight / total for _, _, weight in nodes]) * shape.experts
+    bounds = np.rint(edges).astype(int)
+    rows: list[list[ExpertKey]] = [
+        [(layer, expert) for layer in shape.moe_layers for expert in range(low, high)]
+        for low, high in pairwise(bounds.tolist())
+    ]
+    return _made(model_digest, shape, "contiguous", nodes, rows)
+
+
+def shuffled(
+    model_digest: str, shape: ModelShape, nodes: Sequence[tuple[str, Tier, float]], *, seed: int
+) -> Placement:
+    """A random home for every expert, drawn from `seed`."""
+    weights = np.array([weight for _, _, weight in nodes])
+    rng = np.random.default_rng(seed)
+    rows: list[list[ExpertKey]] = [[] for _ in nodes]
+    homes = rng.choice(
+        len(nodes), p=weights / weights.sum(), size=(len(shape.moe_layers), shape.experts)
+    )
+    for line, layer in enumerate(shape.moe_layers):
+        for expert in range(shape.experts):
+            rows[homes[line, expert]].append((layer, expert))
+    return _made(model_digest, shape, f"shuffled:{seed}", nodes, rows)
+
+
+def _made(
+    model_digest: str,
+    shape: ModelShape,
+    policy: str,
+    nodes: Sequence[tuple[str, Tier, float]],
+    rows: list[list[ExpertKey]],
+) -> Placement:
+    placement = Placement(
+        version=1,
+        model_digest=model_digest,
+        shape=shape,
+        policy=policy,
+        nodes=tuple(
+            PlacedNode(name=name, tier=tier, rows=tuple(keys))
+            for (name, tier, _), keys in zip(nodes, rows, strict=True)
+        ),
+    )
+    check(placement)
+    return placement
