@@ -1,0 +1,1 @@
+"""The coordinator: model, lanes, split, ledger, combine, membership, chat endpoint."""

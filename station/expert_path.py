@@ -1,0 +1,309 @@
+"""One layer's routed experts: split, dispatch, compute what is ours, collect, and never guess.
+
+Theory. `rows` is a generator that yields whenever it has to wait for nodes, so that the engine can
+run other lanes meanwhile; it holds no clock and no thread of its own. Every pair the router chose
+is opened in a ledger and leaves it exactly once: by a node's verified row, by the Station's own
+tier, or - when its node is missing, late, lost or wrong - by the declared policy: `exact` computes
+it from the cold store, `fail` ends the request with one error that names the culprit. No policy
+skips a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.core.errors import DeadlineExceeded, LayerFailed, NodeLost, Refused, RowCorrupt
+from shared.core.ring_layout import Rows, RowStatus
+from station.channel import NodeChannel, Ticket
+from station.deadline import DeadlinePolicy, budget_us
+from station.ledger import LayerLedger, Positions, WorkKey
+from station.local_experts import ColdStore
+from station.places import Places
+from station.split import chunks, local_tokens, split
+
+OnMiss: TypeAlias = Literal["exact", "fail"]
+_EXPONENT: Final = 0x7F80  # all exponent bits set in a bf16: infinity or NaN
+
+
+class Waiting(NamedTuple):
+    """What a lane waits for: the replies of `tickets`, at most until `deadline_us`."""
+
+    tickets: tuple[Ticket, ...]
+    deadline_us: int
+
+
+class Cause(Enum):
+    """Why a pair did not come from its home."""
+
+    NODE_LOST = "node lost"
+    NODE_BEHIND = "no free slot"
+    DEADLINE = "deadline exceeded"
+    CORRUPT = "rows corrupt or not finite"
+    REFUSED = "rows refused"
+
+
+_FAILURE: Final[dict[Cause, type[LayerFailed]]] = {
+    Cause.NODE_LOST: NodeLost,
+    Cause.NODE_BEHIND: DeadlineExceeded,
+    Cause.DEADLINE: DeadlineExceeded,
+    Cause.CORRUPT: RowCorrupt,
+    Cause.REFUSED: Refused,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """Pairs that their home will not answer."""
+
+    place: int
+    positions: Positions
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What the membership should hear about a lease after a layer."""
+
+    node: str
+    epoch: int
+    missed: bool
+
+
+@dataclass(slots=True)
+class LayerTimes:
+    """Microseconds of one layer's expert path."""
+
+    post_us: int = 0
+    local_us: int = 0
+    wait_us: int = 0
+    cold_us: int = 0
+
+
+@dataclass(slots=True)
+class LayerWork:
+    """One layer of one lane: ids int64 [T, K] and activations uint16 (bf16 bits) [T, latent]."""
+
+    key: WorkKey
+    ids: npt.NDArray[np.int64]
+    activations: Rows
+    cold_rows: int = 0
+    times: LayerTimes = field(default_factory=LayerTimes)
+
+
+@dataclass(slots=True)
+class ExpertPath:
+    """What all layers share; used by the engine thread alone."""
+
+    places: Places
+    cold_store: ColdStore
+    on_miss: OnMiss
+    deadline: DeadlinePolicy
+    now_us: Callable[[], int]
+    report: Callable[[NodeReport], None]
+    _next_ticket: int = 1
+
+    def rows(
+        self, work: LayerWork, meanwhile: Callable[[], None]
+    ) -> Generator[Waiting, None, Rows]:
+        """Rows uint16 [T * K, latent] in flat position order.
+
+        `meanwhile` runs once, after the dispatches are on their way (shared experts).
+        """
+        run = _LayerRun(self, work)
+        try:
+            run.post()
+            meanwhile()
+            run.compute_local()
+            run.settle_orphans()
+            while run.tickets:
+                began_us = self.now_us()
+                yield Waiting(tuple(run.tickets), run.deadline_us)
+                work.times.wait_us += self.now_us() - began_us
+                run.collect()
+                run.settle_orphans()
+        finally:
+            # cancelled or failed: nobody waits for these any more
+            run.abandon_rest()
+        assert run.ledger.is_complete, f"{work.key}: layer closed with pending pairs"
+        return run.out
+
+    def take_ticket(self) -> int:
+        """A number no other dispatch of this Station has."""
+        number = self._next_ticket
+        self._next_ticket += 1
+        return number
+
+
+class _LayerRun:
+    """State of one layer while it runs."""
+
+    def __init__(self, path: ExpertPath, work: LayerWork) -> None:
+        self.path = path
+        self.work = work
+        self.ledger = LayerLedger(work.key, work.ids)
+        self.out = np.empty((work.ids.size, work.activations.shape[1]), np.uint16)
+        self.tickets: list[Ticket] = []
+        self.orphans: list[Orphans] = []
+        self.opened_us = path.now_us()
+        self.deadline_us = self.opened_us
+        self._local: list[tuple[int, Positions]] = []
+        self._top_k = work.ids.shape[1]
+
+    def post(self) -> None:
+        """Dispatch every pair that lives on a node; remember what is ours and what has no home."""
+        places = self.path.places
+        remote: list[tuple[NodeChannel, Positions]] = []
+        for place, positions in split(self.work.ids, places.owner[self.work.key.layer]):
+            channel = places.channel(place)
+            if place in places.local:
+                self._local.append((place, positions))
+            elif channel is None:
+                self.orphans.append(Orphans(place, positions, Cause.NODE_LOST))
+            else:
+                remote.append((channel, positions))
+        curves = [channel.stats.hop for channel, _ in remote]
+        budget = budget_us(self.path.deadline, curves)
+        self.deadline_us = self.opened_us + budget
+        for channel, positions in remote:
+            self._dispatch(channel, positions, budget)
+        self.work.times.post_us += self.path.now_us() - self.opened_us
+
+    def compute_local(self) -> None:
+        """The Station's own tiers work while remote rows travel."""
+        began_us = self.path.now_us()
+        for place, positions in self._local:
+            tier = self.path.places.local[place]
+            experts = self.ledger.experts(positions)
+            tokens = positions // self._top_k
+            rows = tier.rows(self.work.key.layer, experts, tokens, self.work.activations)
+            good = _finite(rows)
+            self._account(place, positions[good], rows[good])
+            self.path.places.stats[place].rows += int(good.sum())
+            if not good.all():
+                self.orphans.append(Orphans(place, positions[~good], Cause.CORRUPT))
+        self.work.times.local_us += self.path.now_us() - began_us
+
+    def collect(self) -> None:
+        """Take what has come; give up on what is lost or too late."""
+        late = self.path.now_us() >= self.deadline_us
+        waiting: list[Ticket] = []
+        for ticket in self.tickets:
+            channel = ticket.channel
+            if not self.path.places.is_open(channel):
+                self.orphans.append(Orphans(channel.place, ticket.positions, Cause.NODE_LOST))
+            elif channel.has_rung(ticket):
+                self._take(ticket)
+            elif late:
+                channel.abandon(ticket)
+                channel.stats.missed_layers += 1
+                channel.in_doubt = True
+                self.path.report(NodeReport(channel.node, channel.epoch, missed=True))
+                self.orphans.append(Orphans(channel.place, ticket.positions, Cause.DEADLINE))
+            else:
+                waiting.append(ticket)
+        self.tickets = waiting
+
+    def settle_orphans(self) -> None:
+        """Apply the policy to pairs whose home will not answer."""
+        orphans, self.orphans = self.orphans, []
+        for orphan in orphans:
+            if self.path.on_miss == "fail":
+                raise self._failure(orphan.place, orphan.positions, orphan.cause)
+            self._compute_cold(orphan)
+
+    def abandon_rest(self) -> None:
+        """Release the slots of dispatches that are still out."""
+        for ticket in self.tickets:
+            if self.path.places.is_open(ticket.channel):
+                ticket.channel.abandon(ticket)
+        self.tickets = []
+
+    def _dispatch(self, channel: NodeChannel, positions: Positions, budget: int) -> None:
+        shape = channel.shape
+        for piece in chunks(
+            positions, self._top_k, max_rows=shape.max_rows, max_tokens=shape.max_tokens
+        ):
+            tokens, index = local_tokens(piece, self._top_k)
+            pairs = np.empty((len(piece), 2), np.uint16)
+            pairs[:, 0] = index
+            pairs[:, 1] = self.ledger.experts(piece)
+            ticket = channel.post(
+                self.path.take_ticket(),
+                self.work.key.layer,
+                piece,
+                pairs,
+                self.work.activations[tokens],
+                budget,
+            )
+            if ticket is None:
+                self.orphans.append(Orphans(channel.place, piece, Cause.NODE_BEHIND))
+            else:
+                self.tickets.append(ticket)
+
+    def _take(self, ticket: Ticket) -> None:
+        channel = ticket.channel
+        answer = channel.take(ticket)
+        if answer is None:
+            self.orphans.append(Orphans(channel.place, ticket.positions, Cause.CORRUPT))
+            return
+        good = answer.status == RowStatus.OK.value
+        bad_values = ~good & (answer.status == RowStatus.NOT_FINITE.value)
+        bad_values |= good & ~_finite(answer.rows)
+        refused = ~good & ~bad_values
+        kept = good & ~bad_values
+        self._account(channel.place, ticket.positions[kept], answer.rows[kept])
+        channel.stats.rows += int(kept.sum())
+        for mask, cause in ((bad_values, Cause.CORRUPT), (refused, Cause.REFUSED)):
+            if mask.any():
+                count = int(mask.sum())
+                if cause is Cause.CORRUPT:
+                    channel.stats.corrupt_rows += count
+                else:
+                    channel.stats.refused_rows += count
+                self.orphans.append(Orphans(channel.place, ticket.positions[mask], cause))
+        if channel.in_doubt:
+            channel.in_doubt = False
+            self.path.report(NodeReport(channel.node, channel.epoch, missed=False))
+
+    def _compute_cold(self, orphan: Orphans) -> None:
+        positions = self.ledger.pending_of(orphan.positions)
+        if not len(positions):
+            return
+        began_us = self.path.now_us()
+        experts = self.ledger.experts(positions)
+        tokens = positions // self._top_k
+        rows = self.path.cold_store.rows(
+            self.work.key.layer, experts, tokens, self.work.activations
+        )
+        if not _finite(rows).all():
+            raise self._failure(orphan.place, positions, Cause.CORRUPT)
+        self._account(orphan.place, positions, rows)
+        self.path.places.stats[orphan.place].cold_rows += len(positions)
+        self.work.cold_rows += len(positions)
+        self.work.times.cold_us += self.path.now_us() - began_us
+
+    def _account(self, place: int, positions: Positions, rows: Rows) -> None:
+        delivery = self.ledger.account(positions)
+        self.out[positions[delivery.accepted]] = rows[delivery.accepted]
+        self.path.places.stats[place].duplicate_rows += delivery.duplicates
+
+    def _failure(self, place: int, positions: Positions, cause: Cause) -> LayerFailed:
+        return _FAILURE[cause](
+            f"{self.work.key.request_id}: {cause.value}",
+            node=self.path.places.name(place),
+            layer=self.work.key.layer,
+            experts=sorted({int(expert) for expert in self.ledger.experts(positions)}),
+            elapsed_us=self.path.now_us() - self.opened_us,
+        )
+
+
+def _finite(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Per row of uint16 [R, latent] (bf16 bits): no infinity, no NaN."""
+    good: npt.NDArray[np.bool_] = ((rows & _EXPONENT) != _EXPONENT).all(axis=1)
+    return good

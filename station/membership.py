@@ -1,0 +1,269 @@
+"""Which nodes serve, under which epoch: events in, actions out. Pure: no clock, no socket.
+
+Theory. A node says Hello and gets an offer under a fresh epoch; when its canary row is right it is
+granted and serves; heartbeats renew it; silence, a goodbye, a dead process or too many missed
+deadlines end it. An ended lease never revives: the node's next Hello gets a higher epoch. A second
+Hello of a node that already serves means that its process started again: the old lease ends first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, assert_never
+
+from shared.core import lease as leases
+from shared.core.lease import Lease, LeaseState
+from shared.core.placement import Placement
+from shared.core.wire import PROTOCOL_VERSION, Hello
+
+MISSES_TO_LOSE: Final = 3  # consecutive layers in which a node was the culprit
+
+
+@dataclass(frozen=True, slots=True)
+class HelloCame:
+    """A node asks for a lease."""
+
+    hello: Hello
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryJudged:
+    """The offered node's canary row was compared with the Station's own."""
+
+    node: str
+    epoch: int
+    right: bool
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatCame:
+    """A node reports progress."""
+
+    node: str
+    epoch: int
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnded:
+    """A node is gone: goodbye, process exit, unreachable."""
+
+    node: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMissed:
+    """A node was the culprit of a missed deadline."""
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerServed:
+    """A node answered in time."""
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """A moment on the Station's monotonic clock."""
+
+    now_us: int
+
+
+Event: TypeAlias = (
+    HelloCame | CanaryJudged | HeartbeatCame | NodeEnded | LayerMissed | LayerServed | TimePassed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Register a reply ring for the node and send it a LeaseOffer."""
+
+    hello: Hello
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Tell the node that it serves, and dispatch to it from now on."""
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Answer a heartbeat."""
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """No lease for this Hello."""
+
+    node: str
+    code: str
+    text: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Deregister the lease's region, stop dispatching under it, and tell the node if it listens."""
+
+    node: str
+    epoch: int
+    reason: str
+
+
+Action: TypeAlias = Offer | Grant | Acknowledge | Refuse | Fence
+
+
+@dataclass(slots=True)
+class Membership:
+    """Leases of all nodes of a placement (but not of the Station's own tier)."""
+
+    placement: Placement
+    kernel_id: int
+    last_epoch: int
+    leases: dict[str, Lease] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+
+    def apply(self, event: Event) -> list[Action]:
+        """Move the state and return what the shell must do, in order."""
+        match event:
+            case HelloCame(hello=hello, now_us=now_us):
+                return self._hello(hello, now_us)
+            case CanaryJudged(node=node, epoch=epoch, right=right, now_us=now_us):
+                return self._canary(node, epoch, right=right, now_us=now_us)
+            case HeartbeatCame(node=node, epoch=epoch, now_us=now_us):
+                return self._heartbeat(node, epoch, now_us)
+            case NodeEnded(node=node, epoch=epoch, reason=reason):
+                return self._end(node, epoch, reason)
+            case LayerMissed(node=node, epoch=epoch):
+                return self._missed(node, epoch)
+            case LayerServed(node=node, epoch=epoch):
+                if self._is_current(node, epoch):
+                    self.misses[node] = 0
+                return []
+            case TimePassed(now_us=now_us):
+                return self._tick(now_us)
+            case _:
+                assert_never(event)
+
+    def _hello(self, hello: Hello, now_us: int) -> list[Action]:
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            return [refusal]
+        node = hello.sender
+        actions: list[Action] = []
+        current = self.leases.get(node)
+        if current is not None and current.state is not LeaseState.LOST:
+            actions += self._end(node, current.epoch, "the node started again")
+        self.last_epoch += 1
+        self.leases[node] = Lease.offer(node, self.last_epoch, now_us)
+        self.misses[node] = 0
+        return [*actions, Offer(hello, self.last_epoch)]
+
+    def _refusal(self, hello: Hello) -> Refuse | None:
+        placed = {node.name: node for node in self.placement.nodes}.get(hello.sender)
+        bank = hello.bank
+
+        def refuse(code: str, text: str) -> Refuse:
+            return Refuse(hello.sender, code, text, permanent=True)
+
+        if hello.protocol != PROTOCOL_VERSION:
+            return refuse(
+                "remote_protocol_error",
+                f"node speaks control protocol {hello.protocol}, the Station {PROTOCOL_VERSION}: "
+                "install the same version on both",
+            )
+        if placed is None:
+            return refuse("placement_invalid", f"the placement has no node {hello.sender!r}")
+        if placed.tier != hello.tier:
+            return refuse(
+                "placement_invalid",
+                f"node {hello.sender} is of tier {hello.tier}, placed as {placed.tier}",
+            )
+        if bank.model_digest != self.placement.model_digest:
+            return refuse(
+                "digest_mismatch",
+                f"bank {bank.name} was built from model {bank.model_digest[:16]}, the Station "
+                f"serves {self.placement.model_digest[:16]}: build the bank again",
+            )
+        if bank.placement_digest != self.placement.digest or bank.rows != len(placed.rows):
+            return refuse(
+                "digest_mismatch",
+                f"bank {bank.name} was built for placement {bank.placement_digest[:16]}, the "
+                f"Station uses {self.placement.digest[:16]}: build the bank again",
+            )
+        if hello.kernel_id != self.kernel_id:
+            return refuse(
+                "config_invalid",
+                f"node {hello.sender} computes with kernel {hello.kernel_name} "
+                f"({hello.kernel_id:#x}), the Station with {self.kernel_id:#x}: results would "
+                "depend on where an expert lives; choose the same kernel",
+            )
+        return None
+
+    def _canary(self, node: str, epoch: int, *, right: bool, now_us: int) -> list[Action]:
+        if not self._is_current(node, epoch):
+            return []
+        if not right:
+            return [
+                *self._end(node, epoch, "wrong canary row"),
+                Refuse(
+                    node,
+                    "canary_failed",
+                    f"node {node} computed a wrong canary row: its memory, bank or kernel is bad",
+                    permanent=False,
+                ),
+            ]
+        before = self.leases[node]
+        after = before.apply(leases.Attested(epoch, now_us))
+        self.leases[node] = after
+        return [Grant(node, epoch)] if after is not before else []
+
+    def _heartbeat(self, node: str, epoch: int, now_us: int) -> list[Action]:
+        if not self._is_current(node, epoch):
+            # the node believes in a lease that is over; telling it again is harmless
+            return [Fence(node, epoch, "this lease is over")]
+        self.leases[node] = self.leases[node].apply(leases.Renewed(epoch, now_us))
+        return [Acknowledge(node, epoch)]
+
+    def _missed(self, node: str, epoch: int) -> list[Action]:
+        if not self._is_current(node, epoch):
+            return []
+        self.misses[node] = self.misses.get(node, 0) + 1
+        if self.misses[node] < MISSES_TO_LOSE:
+            return []
+        return self._end(node, epoch, f"missed {MISSES_TO_LOSE} layer deadlines in a row")
+
+    def _tick(self, now_us: int) -> list[Action]:
+        actions: list[Action] = []
+        for node, lease in list(self.leases.items()):
+            after = lease.apply(leases.Ticked(now_us))
+            if after is not lease:
+                self.leases[node] = after
+                actions.append(Fence(node, after.epoch, after.reason))
+        return actions
+
+    def _end(self, node: str, epoch: int, reason: str) -> list[Action]:
+        if not self._is_current(node, epoch):
+            return []
+        self.leases[node] = self.leases[node].apply(leases.Ended(epoch, reason))
+        return [Fence(node, epoch, reason)]
+
+    def _is_current(self, node: str, epoch: int) -> bool:
+        lease = self.leases.get(node)
+        return lease is not None and lease.epoch == epoch and lease.state is not LeaseState.LOST

@@ -1,0 +1,276 @@
+"""The control shell: node messages in, membership decisions, leases and engine commands out.
+
+Runs on the event loop. Decides nothing: Membership says what to do, this file does it - registers
+reply rings, sends offers, judges canaries on a worker thread, attaches and fences channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+from structlog.typing import FilteringBoundLogger
+
+from shared.core import lease as leases
+from shared.core.record import RecordLayout
+from shared.core.ring_layout import RingShape
+from shared.core.wire import (
+    Goodbye,
+    Heartbeat,
+    HeartbeatSeen,
+    Hello,
+    HelloRefused,
+    LeaseAccepted,
+    LeaseGranted,
+    LeaseOffer,
+    LeaseRevoked,
+    NodeCounters,
+    ToNode,
+    ToStation,
+)
+from shared.io.fabric import Fabric, FabricError, Region, RemoteRegion
+from shared.io.link_base import PeerUnreachable
+from shared.io.link_station import Peer, StationLink
+from shared.kernels import canary
+from shared.kernels.expert import ExpertKernel
+from station.channel import NodeChannel
+from station.engine import Attach, Detach, Engine
+from station.expert_path import NodeReport
+from station.local_experts import RecordSource
+from station.membership import (
+    Acknowledge,
+    Action,
+    CanaryJudged,
+    Event,
+    Fence,
+    Grant,
+    HeartbeatCame,
+    HelloCame,
+    LayerMissed,
+    LayerServed,
+    Membership,
+    NodeEnded,
+    Offer,
+    Refuse,
+    TimePassed,
+)
+from station.places import Places
+
+TICK_S = 0.1
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A lease between offer and fence, as the shell needs it."""
+
+    peer: Peer
+    epoch: int
+    reply_ring: Region
+    seed: int
+    bank_row: int
+    channel: NodeChannel | None = None
+    request_ring: RemoteRegion | None = None
+
+
+class _Signature(TypedDict):
+    sender: str
+    incarnation: int
+
+
+@dataclass
+class Nodes:
+    """All nodes of the pod, as the event loop sees them."""
+
+    link: StationLink[ToStation, ToNode]
+    membership: Membership
+    places: Places
+    engine: Engine
+    fabric: Fabric
+    ring: RingShape
+    kernel: ExpertKernel
+    source: RecordSource
+    incarnation: int
+    now_us: Callable[[], int]
+    pause: Callable[[], None]
+    log: FilteringBoundLogger
+
+    def __post_init__(self) -> None:
+        """No node is known yet."""
+        self._pending: dict[str, _Pending] = {}
+        self._peers: dict[str, Peer] = {}
+        self.counters: dict[str, NodeCounters] = {}
+
+    async def run(self) -> None:
+        """Serve the control plane until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive(), name="control")
+            tasks.create_task(self._departures(), name="departures")
+            tasks.create_task(self._tick(), name="membership_tick")
+
+    def missing(self) -> list[str]:
+        """Names of placed nodes that do not serve; the Station's own tiers never miss."""
+        leases_of = self.membership.leases
+        return [
+            placed.name
+            for place, placed in enumerate(self.membership.placement.nodes)
+            if place not in self.places.local
+            and (
+                (lease := leases_of.get(placed.name)) is None
+                or lease.state is not leases.LeaseState.SERVING
+            )
+        ]
+
+    def report(self, report: NodeReport) -> None:
+        """A layer's verdict on a node; called on the event loop."""
+        kind = LayerMissed if report.missed else LayerServed
+        self._apply(kind(report.node, report.epoch))
+
+    async def _receive(self) -> None:
+        while True:
+            peer, message = await self.link.receive()
+            if message.sender != peer.name:
+                self.log.warning("sender_is_not_its_key", node=peer.name, claimed=message.sender)
+                continue
+            self._peers[peer.name] = peer
+            match message:
+                case Hello():
+                    self._apply(HelloCame(message, self.now_us()))
+                case LeaseAccepted():
+                    await self._judge(message)
+                case Heartbeat(epoch=epoch, counters=counters):
+                    self.counters[peer.name] = counters
+                    self._apply(HeartbeatCame(peer.name, epoch, self.now_us()))
+                case Goodbye(epoch=epoch, reason=reason):
+                    self._apply(NodeEnded(peer.name, epoch, f"goodbye: {reason}"))
+
+    async def _departures(self) -> None:
+        while True:
+            peer = await self.link.departed()
+            pending = self._pending.get(peer.name)
+            if pending is not None and pending.peer == peer:
+                self._apply(NodeEnded(peer.name, pending.epoch, "its connection closed"))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._apply(TimePassed(self.now_us()))
+
+    def _apply(self, event: Event) -> None:
+        for action in self.membership.apply(event):
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Offer(hello=hello, epoch=epoch):
+                self._offer(hello, epoch)
+            case Grant(node=node, epoch=epoch):
+                self._grant(node, epoch)
+            case Acknowledge(node=node, epoch=epoch):
+                self._send(node, HeartbeatSeen(epoch=epoch, **self._signed()))
+            case Refuse(node=node, code=code, text=text, permanent=permanent):
+                self.log.warning("node_refused", node=node, code=code, reason=text)
+                refusal = HelloRefused(
+                    code=code, text=text[:512], permanent=permanent, **self._signed()
+                )
+                self._send(node, refusal)
+            case Fence(node=node, epoch=epoch, reason=reason):
+                self._fence(node, epoch, reason)
+
+    def _offer(self, hello: Hello, epoch: int) -> None:
+        node = hello.sender
+        reply_ring = self.fabric.register(self.ring.reply_ring_bytes)
+        seed = epoch % 2**32
+        bank_row = seed % hello.bank.rows
+        self._pending[node] = _Pending(self._peers[node], epoch, reply_ring, seed, bank_row)
+        offer = LeaseOffer(
+            epoch=epoch,
+            ring=self.ring,
+            reply_ring=reply_ring.descriptor,
+            canary_bank_row=bank_row,
+            canary_seed=seed,
+            heartbeat_us=leases.HEARTBEAT_US,
+            ttl_us=leases.TTL_US,
+            **self._signed(),
+        )
+        self._send(node, offer)
+
+    async def _judge(self, accepted: LeaseAccepted) -> None:
+        node = accepted.sender
+        pending = self._pending.get(node)
+        if pending is None or pending.epoch != accepted.epoch:
+            return
+        try:
+            pending.request_ring = self.fabric.connect(accepted.request_ring)
+        except FabricError as error:
+            self._apply(NodeEnded(node, pending.epoch, f"its request ring: {error}"))
+            return
+        expected = await asyncio.to_thread(self._canary_row, node, pending)
+        row = np.frombuffer(accepted.canary_row, np.uint16)
+        right = len(row) == len(expected) and canary.agrees(row, expected, same_kernel=True)
+        self._apply(CanaryJudged(node, accepted.epoch, right, self.now_us()))
+
+    def _canary_row(self, node: str, pending: _Pending) -> npt.NDArray[np.uint16]:
+        layer, expert = self.membership.placement.node(node).rows[pending.bank_row]
+        record = self.source.expert_record(layer, expert)
+        layout = RecordLayout(self.membership.placement.shape.expert)
+        arena = np.zeros((1, layout.stride_bytes), np.uint8)
+        arena[0, : len(record)] = np.frombuffer(record, np.uint8)
+        return canary.canary_row(self.kernel, arena, 0, pending.seed)
+
+    def _grant(self, node: str, epoch: int) -> None:
+        pending = self._pending[node]
+        assert pending.request_ring is not None, "granted before its ring was connected"
+        place = self._place(node)
+        pending.channel = NodeChannel(
+            node=node,
+            place=place,
+            epoch=epoch,
+            shape=self.ring,
+            request_ring=pending.request_ring,
+            reply_ring=pending.reply_ring,
+            kernel_id=self.kernel.kernel_id,
+            stats=self.places.stats[place],
+            now_us=self.now_us,
+            pause=self.pause,
+        )
+        self.engine.send(Attach(pending.channel))
+        self._send(node, LeaseGranted(epoch=epoch, **self._signed()))
+        self.log.info("node_serving", node=node, epoch=epoch)
+
+    def _fence(self, node: str, epoch: int, reason: str) -> None:
+        pending = self._pending.get(node)
+        if pending is not None and pending.epoch == epoch:
+            del self._pending[node]
+            place = self._place(node)
+            if pending.channel is not None:
+                # the engine owns the rings now and closes them between two waits
+                self.engine.send(Detach(place, epoch))
+                self.places.stats[place].losses += 1
+                self.places.stats[place].last_loss = reason
+            else:
+                pending.reply_ring.close()
+                if pending.request_ring is not None:
+                    pending.request_ring.close()
+            self.log.warning("node_lost", node=node, epoch=epoch, reason=reason)
+        self._send(node, LeaseRevoked(epoch=epoch, reason=reason[:512], **self._signed()))
+
+    def _send(self, node: str, message: ToNode) -> None:
+        peer = self._peers.get(node)
+        if peer is None:
+            return
+        try:
+            self.link.send(peer, message)
+        except PeerUnreachable as error:
+            # the lease ends by itself when the node stays silent
+            self.log.debug("peer_unreachable", node=node, error=str(error))
+
+    def _signed(self) -> _Signature:
+        return {"sender": "station", "incarnation": self.incarnation}
+
+    def _place(self, node: str) -> int:
+        names = [placed.name for placed in self.membership.placement.nodes]
+        return names.index(node)
