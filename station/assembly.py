@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from shared.core.wire import ToNode, ToStation
 from shared.io.fabric_shm import ShmFabric
 from shared.io.link_station import StationLink
 from shared.kernels.expert import ExpertKernel, select_kernel
-from station import epoch_file
+from station import epoch_file, faults
 from station.admission import Admission
 from station.config import StationConfig
 from station.coordinator import Coordinator
@@ -197,6 +198,7 @@ def build_pod(
         deadline=config.deadline,
         now_us=now_us,
         report=report,
+        faults=faults.from_environ(os.environ, nodes.pid_of),
     )
     return Coordinator(
         model=core.model,

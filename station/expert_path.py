@@ -22,6 +22,7 @@ from shared.core.errors import DeadlineExceeded, LayerFailed, NodeLost, Refused,
 from shared.core.ring_layout import Rows, RowStatus
 from station.channel import NodeChannel, Ticket
 from station.deadline import DeadlinePolicy, budget_us
+from station.faults import Faults
 from station.ledger import LayerLedger, Positions, WorkKey
 from station.local_experts import ColdStore
 from station.places import Places
@@ -106,6 +107,7 @@ class ExpertPath:
     deadline: DeadlinePolicy
     now_us: Callable[[], int]
     report: Callable[[NodeReport], None]
+    faults: Faults
     _next_ticket: int = 1
 
     def rows(
@@ -118,6 +120,7 @@ class ExpertPath:
         run = _LayerRun(self, work)
         try:
             run.post()
+            self.faults.after_post(work.key)
             meanwhile()
             run.compute_local()
             run.settle_orphans()

@@ -72,6 +72,7 @@ class _Pending:
     reply_ring: Region
     seed: int
     bank_row: int
+    pid: int
     channel: NodeChannel | None = None
     request_ring: RemoteRegion | None = None
 
@@ -110,6 +111,11 @@ class Nodes:
             tasks.create_task(self._receive(), name="control")
             tasks.create_task(self._departures(), name="departures")
             tasks.create_task(self._tick(), name="membership_tick")
+
+    def pid_of(self, node: str) -> int | None:
+        """The process that holds a node's lease, if any."""
+        pending = self._pending.get(node)
+        return pending.pid if pending is not None else None
 
     def missing(self) -> list[str]:
         """Names of placed nodes that do not serve; the Station's own tiers never miss."""
@@ -185,7 +191,9 @@ class Nodes:
         reply_ring = self.fabric.register(self.ring.reply_ring_bytes)
         seed = epoch % 2**32
         bank_row = seed % hello.bank.rows
-        self._pending[node] = _Pending(self._peers[node], epoch, reply_ring, seed, bank_row)
+        self._pending[node] = _Pending(
+            self._peers[node], epoch, reply_ring, seed, bank_row, hello.pid
+        )
         offer = LeaseOffer(
             epoch=epoch,
             ring=self.ring,

@@ -38,7 +38,7 @@ def test_there_is_something_to_check() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_keeps_the_budgets(path: Path) -> None:
-    """Short files, short functions, a docstring that says what a module owns, nothing unfinished."""
+    """Short files and functions, a docstring that says what a module owns, no unfinished work."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
 

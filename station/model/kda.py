@@ -1,0 +1,110 @@
+"""Kimi Delta Attention: short convolution, bounded forget gate, delta rule, gated norm.
+
+Owns the layer's weights, fused for few calls: all six projections of the input are one matrix. The
+recurrence itself is in delta_rule.py. Float32 from the convolution to the gated norm; the inputs of
+the recurrence are rounded to the model's dtype first, as the official kernels see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import linear, silu
+
+from shared.core.errors import LocalProtocolError
+from station.model.config import K3Config
+from station.model.delta_rule import delta_chunks, delta_step
+from station.model.norms import InverseRms, RmsNorm
+from station.model.state import KdaState, Span
+from station.model.weights import ModuleWeights
+
+_L2_EPS = 1e-6  # added to the sum of squares, not to their mean
+
+
+class KdaAttention:
+    """One KDA layer."""
+
+    def __init__(self, weights: ModuleWeights, config: K3Config, layer: int) -> None:
+        """Reads `self_attn.*` below the prefix of `weights`, the layer's."""
+        kda = config.kda
+        weights = weights.below("self_attn.")
+        self._layer = layer
+        self._heads, self._size = kda.num_heads, kda.head_dim
+        self._inner = kda.num_heads * kda.head_dim
+        self._dtype = weights.dtype
+        self._bound = kda.gate_lower_bound
+        self._entry = weights.matrix("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")
+        self._f_b = weights.matrix("f_b_proj")
+        self._out = weights.matrix("o_proj")
+        convolutions = [weights.exact(f"{name}_conv1d.weight")[:, 0] for name in ("q", "k", "v")]
+        self._taps = torch.cat(convolutions).t().contiguous()
+        # sigmoid(rate * (f + dt_bias)) as one fused multiply-add on f
+        self._rate = torch.exp(weights.exact("A_log")).repeat_interleave(kda.head_dim)
+        self._rate_bias = self._rate * weights.exact("dt_bias")
+        self._inverse_rms = InverseRms(kda.head_dim, _L2_EPS / kda.head_dim)
+        # 1/sqrt(sum + eps) = D^-0.5 / sqrt(mean + eps/D); q carries the attention scale as well
+        scale = torch.tensor([1.0 / kda.head_dim, kda.head_dim**-0.5])
+        self._qk_scale = scale[:, None, None]
+        self._norm = RmsNorm(weights.exact("o_norm.weight"), config.rms_norm_eps)
+
+    def __call__(self, x: torch.Tensor, parts: Sequence[Span]) -> torch.Tensor:
+        """[T, H] -> [T, H]; advances the layer state of every part."""
+        inner, heads, size = self._inner, self._heads, self._size
+        qkv, gate, f_a, b = torch.split(
+            linear(x, self._entry), [3 * inner, inner, size, heads], dim=-1
+        )
+        log_decay = torch.addcmul(self._rate_bias, linear(f_a, self._f_b).float(), self._rate)
+        log_decay = log_decay.sigmoid_().mul_(self._bound).view(-1, heads, size)
+        beta = torch.sigmoid(b.float())
+        read = [
+            self._recur(
+                self._state(part),
+                qkv[part.start : part.stop],
+                log_decay[part.start : part.stop],
+                beta[part.start : part.stop],
+            )
+            for part in parts
+        ]
+        output = read[0] if len(read) == 1 else torch.cat(read)
+        gate = torch.sigmoid(gate.float()).view(-1, heads, size)
+        gated = self._norm(output).mul_(gate).to(self._dtype)
+        return linear(gated.reshape(-1, inner), self._out)
+
+    def _recur(
+        self, state: KdaState, qkv: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
+        """Convolve and run the delta rule for one sequence; [T, heads, D] float32."""
+        tokens = qkv.shape[0]
+        mixed = self._convolve(state, qkv).view(tokens, 3, self._heads, self._size)
+        if tokens == 1:
+            mixed = mixed[0]
+            q, k = self._normalised(mixed[:2])
+            decay = torch.exp(log_decay[0])
+            return delta_step(q, k, mixed[2], decay, beta[0], state.memory).unsqueeze(0)
+        q, k = self._normalised(mixed[:, :2]).unbind(1)
+        return delta_chunks(q, k, mixed[:, 2], log_decay, beta, state.memory)
+
+    def _normalised(self, query_key: torch.Tensor) -> torch.Tensor:
+        """L2-normalised q and k, [..., 2, heads, D], q times the attention scale."""
+        return query_key * self._inverse_rms(query_key).mul_(self._qk_scale)
+
+    def _convolve(self, state: KdaState, qkv: torch.Tensor) -> torch.Tensor:
+        """Causal depthwise convolution and SiLU; the last tap multiplies the current token."""
+        tokens = qkv.shape[0]
+        window = torch.cat([state.window, qkv])
+        state.window = window[tokens:]
+        taps = self._taps
+        if tokens == 1:
+            mixed = (window * taps).sum(0)
+        else:
+            mixed = window[:tokens] * taps[0]
+            for tap in range(1, taps.shape[0]):
+                mixed.addcmul_(window[tap : tap + tokens], taps[tap])
+        return silu(mixed, inplace=True).to(self._dtype).float()
+
+    def _state(self, part: Span) -> KdaState:
+        state = part.sequence.layers[self._layer]
+        if not isinstance(state, KdaState):
+            raise LocalProtocolError(f"layer {self._layer} needs a KDA state")
+        return state
