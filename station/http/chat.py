@@ -147,7 +147,11 @@ class _Exchange:
             sum(len(message.tool_calls) for message in request.messages),
         )
         self.prompt_tokens = len(prompt_ids)
-        reply = Reply(ReplyParser(parts.tokenizer, thinking=request.thinking), request.stops)
+        reply = Reply(
+            ReplyParser(parts.tokenizer, thinking=request.thinking),
+            request.stops,
+            keep_token_ids=request.return_token_ids,
+        )
         if request.stream:
             writer = StreamWriter(head, include_usage=request.include_usage)
             await self._generate(generation, reply, self._stream_with(writer))

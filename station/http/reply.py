@@ -42,13 +42,19 @@ class AnswerHead:
 class Reply:
     """Folds generated tokens into deltas. Mutable: the state of one answer."""
 
-    def __init__(self, parser: ReplyParser, stops: Sequence[str]) -> None:
-        """Stop strings apply to the answer's text, not to reasoning or tool calls."""
+    def __init__(
+        self, parser: ReplyParser, stops: Sequence[str], *, keep_token_ids: bool = False
+    ) -> None:
+        """Stop strings apply to the answer's text, not to reasoning or tool calls.
+
+        ``keep_token_ids``: the choice reports the ids, as proof that two runs gave the same tokens.
+        """
         self._parser = parser
         self._stops = StopMatcher(stops)
         self._finished: Finished | None = None
         self.completion_tokens = 0
         self.tool_calls = 0
+        self.token_ids: list[int] | None = [] if keep_token_ids else None
 
     @property
     def stopped(self) -> bool:
@@ -75,6 +81,8 @@ class Reply:
     def feed(self, token_id: int) -> list[ReplyEvent]:
         """The deltas that one token completes."""
         self.completion_tokens += 1
+        if self.token_ids is not None:
+            self.token_ids.append(token_id)
         return self._cut(self._parser.feed(token_id))
 
     def finish(self, finished: Finished | None) -> list[ReplyEvent]:
@@ -128,7 +136,7 @@ class StreamWriter:
 
     def closing(self, reply: Reply) -> bytes:
         """The chunk with the finish reason, the usage when it was asked for, and [DONE]."""
-        parts = [self._chunk({}, finish_reason=reply.finish_reason, pod=reply.pod)]
+        parts = [self._chunk({}, finish_reason=reply.finish_reason, ended=reply)]
         if self._include_usage:
             parts.append(sse_event(self._object([], usage=_usage(self._head, reply))))
         return b"".join([*parts, SSE_DONE])
@@ -138,11 +146,13 @@ class StreamWriter:
         delta: dict[str, Any],
         *,
         finish_reason: str | None = None,
-        pod: dict[str, int] | None = None,
+        ended: Reply | None = None,
     ) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        chunk = self._object([choice], usage=None)
-        return sse_event(chunk if pod is None else {**chunk, "k3": pod})
+        if ended is None:
+            return sse_event(self._object([choice], usage=None))
+        chunk = self._object([choice | _token_ids(ended)], usage=None)
+        return sse_event(chunk if ended.pod is None else {**chunk, "k3": ended.pod})
 
     def _object(self, choices: list[dict[str, Any]], *, usage: object) -> dict[str, Any]:
         chunk = {
@@ -183,10 +193,14 @@ def completion(head: AnswerHead, reply: Reply, events: Sequence[ReplyEvent]) -> 
         "object": "chat.completion",
         "created": head.created_s,
         "model": head.model,
-        "choices": [choice],
+        "choices": [choice | _token_ids(reply)],
         "usage": _usage(head, reply),
     }
     return answer if reply.pod is None else {**answer, "k3": reply.pod}
+
+
+def _token_ids(reply: Reply) -> dict[str, list[int]]:
+    return {} if reply.token_ids is None else {"token_ids": reply.token_ids}
 
 
 def _tool_call(call: ToolCallDone, number: int) -> dict[str, Any]:

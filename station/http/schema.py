@@ -41,6 +41,7 @@ class ChatRequest:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    return_token_ids: bool
     thinking: bool
     effort: str | None
     tools: tuple[Mapping[str, Any], ...]
@@ -89,6 +90,7 @@ class _Body(Struct):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
     n: int | None = None
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -130,6 +132,7 @@ def decode_chat_request(body: bytes, limits: Limits) -> ChatRequest:
         stops=_stops(raw.stop, limits),
         stream=bool(raw.stream),
         include_usage=raw.stream_options is not None and bool(raw.stream_options.include_usage),
+        return_token_ids=bool(raw.return_token_ids),
         thinking=thinking,
         effort=effort,
         tools=tuple(raw.tools or ()),
