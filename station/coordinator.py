@@ -175,6 +175,7 @@ class Coordinator:
                         tokens += 1
                         yield event
                     case Finished():
+                        ended = True  # whether or not the caller comes back for the end
                         log.info(
                             "request_finished",
                             reason=event.reason,
@@ -187,9 +188,8 @@ class Coordinator:
             self.totals.cold_rows += lane.cold_rows
             if not ended:
                 self._engine.send(Cancel(request.request_id))
-                if tokens < request.max_tokens:
-                    self.totals.cancelled += 1
-                    log.info("request_cancelled", tokens=tokens)
+                self.totals.cancelled += 1
+                log.info("request_cancelled", tokens=tokens)
 
     def _note_failure(self, log: FilteringBoundLogger, error: MeshError) -> None:
         self.totals.failed += 1

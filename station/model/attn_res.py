@@ -25,8 +25,13 @@ class AttentionResidual:
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         """Mix `stack` [depth, T, H] (blocks, then the running sum) into [T, H], same dtype."""
-        stack = stack.float()
-        scores = (stack @ self._direction) * self._inverse_rms(stack).squeeze(-1)
-        share = torch.softmax(scores, dim=0)
-        mixed = torch.bmm(share.t().unsqueeze(1), stack.transpose(0, 1))
-        return mixed.squeeze(1).to(self._dtype)
+        depth, tokens, hidden = stack.shape
+        flat = stack.float().view(-1, hidden)
+        scores = torch.mv(flat, self._direction).mul_(self._inverse_rms(flat).view(-1))
+        share = torch.softmax(scores.view(depth, tokens), dim=0)
+        if tokens == 1:
+            mixed = torch.mm(share.t(), flat)
+        else:
+            vectors = flat.view(depth, tokens, hidden).transpose(0, 1)
+            mixed = torch.bmm(share.t().unsqueeze(1), vectors).squeeze(1)
+        return mixed.to(self._dtype)

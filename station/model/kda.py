@@ -34,14 +34,15 @@ class KdaAttention:
         self._inner = kda.num_heads * kda.head_dim
         self._dtype = weights.dtype
         self._bound = kda.gate_lower_bound
-        self._entry = weights.matrix("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")
-        self._f_b = weights.matrix("f_b_proj")
+        self._entry = weights.matrix("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "f_a_proj")
+        self._entry_sizes = [3 * self._inner, self._inner + self._heads, self._size]
         self._out = weights.matrix("o_proj")
         convolutions = [weights.exact(f"{name}_conv1d.weight")[:, 0] for name in ("q", "k", "v")]
         self._taps = torch.cat(convolutions).t().contiguous()
-        # sigmoid(rate * (f + dt_bias)) as one fused multiply-add on f
-        self._rate = torch.exp(weights.exact("A_log")).repeat_interleave(kda.head_dim)
-        self._rate_bias = self._rate * weights.exact("dt_bias")
+        # exp(A_log) * (f_b f_a + dt_bias) is one affine map of f_a, kept in float32
+        rate = torch.exp(weights.exact("A_log")).repeat_interleave(kda.head_dim)
+        self._decay_matrix = (weights.exact("f_b_proj.weight") * rate[:, None]).t().contiguous()
+        self._decay_bias = weights.exact("dt_bias") * rate
         self._inverse_rms = InverseRms(kda.head_dim, _L2_EPS / kda.head_dim)
         # 1/sqrt(sum + eps) = D^-0.5 / sqrt(mean + eps/D); q carries the attention scale as well
         scale = torch.tensor([1.0 / kda.head_dim, kda.head_dim**-0.5])
@@ -51,12 +52,11 @@ class KdaAttention:
     def __call__(self, x: torch.Tensor, parts: Sequence[Span]) -> torch.Tensor:
         """[T, H] -> [T, H]; advances the layer state of every part."""
         inner, heads, size = self._inner, self._heads, self._size
-        qkv, gate, f_a, b = torch.split(
-            linear(x, self._entry), [3 * inner, inner, size, heads], dim=-1
-        )
-        log_decay = torch.addcmul(self._rate_bias, linear(f_a, self._f_b).float(), self._rate)
-        log_decay = log_decay.sigmoid_().mul_(self._bound).view(-1, heads, size)
-        beta = torch.sigmoid(b.float())
+        qkv, gates, f_a = linear(x, self._entry).split_with_sizes(self._entry_sizes, -1)
+        decay = torch.addmm(self._decay_bias, f_a.float(), self._decay_matrix)
+        log_decay = decay.sigmoid_().mul_(self._bound).view(-1, heads, size)
+        gates = torch.sigmoid(gates.float())
+        beta = gates[:, inner:]
         read = [
             self._recur(
                 self._state(part),
@@ -66,10 +66,9 @@ class KdaAttention:
             )
             for part in parts
         ]
-        output = read[0] if len(read) == 1 else torch.cat(read)
-        gate = torch.sigmoid(gate.float()).view(-1, heads, size)
-        gated = self._norm(output).mul_(gate).to(self._dtype)
-        return linear(gated.reshape(-1, inner), self._out)
+        output = self._norm(read[0] if len(read) == 1 else torch.cat(read))
+        gated = output.reshape(-1, inner).mul_(gates[:, :inner])
+        return linear(gated.to(self._dtype), self._out)
 
     def _recur(
         self, state: KdaState, qkv: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor

@@ -49,7 +49,7 @@ class MlaAttention:
 
     def __call__(self, x: torch.Tensor, parts: Sequence[Span]) -> torch.Tensor:
         """[T, H] -> [T, H]; appends T rows to the caches of the parts."""
-        q_a, latent, key, gate = torch.split(linear(x, self._entry), self._entry_sizes, dim=-1)
+        q_a, latent, key, gate = linear(x, self._entry).split_with_sizes(self._entry_sizes, -1)
         query = linear(self._q_norm(q_a), self._q_b).view(-1, self._heads, self._nope + self._rope)
         query = query.transpose(0, 1)
         query = torch.cat(

@@ -55,18 +55,26 @@ class MoeWork:
 class Residual:
     """Where a pass stands: block vectors and running sum of its T tokens. Made by `begin` only."""
 
-    def __init__(self, hidden: torch.Tensor, depth: int, last_rows: tuple[int, ...]) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, depth: int, state: SequenceState | SequenceGroup
+    ) -> None:
         """`hidden` [T, H] embeddings; `depth` is the most block vectors a pass collects."""
         self._stack = hidden.new_empty(depth + 1, *hidden.shape)
         self._stack[0] = hidden
         self._blocks = 0
         self._sum_is_empty = False
-        self.last_rows = last_rows
+        self.state = state
+        self.parts = list(spans(state, hidden.shape[0]))
 
     @property
     def stack(self) -> torch.Tensor:
         """Block vectors and the running sum, [blocks + 1, T, H]."""
         return self._stack[: self._blocks + 1]
+
+    @property
+    def last_rows(self) -> list[int]:
+        """The row of each sequence's last token."""
+        return [part.stop - 1 for part in self.parts]
 
     @property
     def has_blocks(self) -> bool:
@@ -109,8 +117,11 @@ class _Layer:
             if layer in config.mla_layers
             else KdaAttention(weights, config, layer)
         )
-        self.moe = LatentMoe(weights, config) if config.is_moe(layer) else None
-        self.dense = None if self.moe else GatedMlp(weights.below("mlp."), config)
+        self.ffn = (
+            LatentMoe(weights, config)
+            if config.is_moe(layer)
+            else GatedMlp(weights.below("mlp."), config)
+        )
 
 
 class K3Text:
@@ -152,33 +163,29 @@ class K3Text:
         vocab = self.config.vocab_size
         if ids.dim() != 1 or int(ids.min()) < 0 or int(ids.max()) >= vocab:
             raise LocalProtocolError(f"token ids must be [T] within 0..{vocab - 1}")
-        parts = list(spans(state, ids.shape[0]))
-        for part in parts:
+        residual = Residual(embedding(ids, self._embeddings), self.config.residual_blocks, state)
+        for part in residual.parts:
             part.sequence.advance(part.stop - part.start)
-        last_rows = tuple(part.stop - 1 for part in parts)
-        hidden = embedding(ids, self._embeddings)
-        return Residual(hidden, self.config.residual_blocks, last_rows)
+        return residual
 
     @torch.inference_mode()
     def attend(
         self, layer: int, residual: Residual, state: SequenceState | SequenceGroup
     ) -> MoeWork | None:
         """Run `layer` up to its experts; None when the layer is dense and therefore done."""
-        parts = self._layers[layer]
-        mixed = (
-            parts.attention_residual(residual.stack) if residual.has_blocks else residual.running
-        )
-        if parts.opens_block:
+        if state is not residual.state:
+            raise LocalProtocolError(f"layer {layer}: this pass began with another state")
+        own = self._layers[layer]
+        mixed = own.attention_residual(residual.stack) if residual.has_blocks else residual.running
+        if own.opens_block:
             residual.close_block()
-        x = parts.attention_norm(mixed)
-        residual.add(parts.attention(x, list(spans(state, x.shape[0]))))
-        x = parts.ffn_norm(parts.ffn_residual(residual.stack))
-        if parts.moe is None:
-            if parts.dense is not None:
-                residual.add(parts.dense(x))
+        residual.add(own.attention(own.attention_norm(mixed), residual.parts))
+        x = own.ffn_norm(own.ffn_residual(residual.stack))
+        if isinstance(own.ffn, GatedMlp):
+            residual.add(own.ffn(x))
             return None
-        ids, weights = parts.moe.route(x)
-        return MoeWork(layer, x, parts.moe.latent(x), ids, weights)
+        ids, weights = own.ffn.route(x)
+        return MoeWork(layer, x, own.ffn.latent(x), ids, weights)
 
     @torch.inference_mode()
     def shared(self, work: MoeWork) -> torch.Tensor:
@@ -209,16 +216,17 @@ class K3Text:
         NotFinite when any value is NaN or infinite.
         """
         stack = residual.stack
-        if last_only:
-            stack = stack[:, list(residual.last_rows)]
+        last_rows = residual.last_rows
+        if last_only and len(last_rows) < stack.shape[1]:
+            stack = stack[:, last_rows]
         logits = linear(self._norm(self._output_residual(stack)), self._head).float()
         # one number tells: a NaN or an infinity anywhere survives the sum
         if not math.isfinite(float(logits.sum())):
             raise NotFinite(
-                f"logits after token row {residual.last_rows[-1]} of this pass are not finite; the "
-                "request ends, because every later token would be wrong as well"
+                f"logits of the step that ends at token {residual.parts[-1].sequence.length} are "
+                "not finite; the request ends, because every later token would be wrong as well"
             )
-        return logits[0] if last_only and len(residual.last_rows) == 1 else logits
+        return logits[0] if last_only and len(last_rows) == 1 else logits
 
     def forward(
         self,
@@ -237,7 +245,7 @@ class K3Text:
         return self.logits(residual, last_only)
 
     def _moe(self, layer: int) -> LatentMoe:
-        moe = self._layers[layer].moe
-        if moe is None:
+        ffn = self._layers[layer].ffn
+        if isinstance(ffn, GatedMlp):
             raise LocalProtocolError(f"layer {layer} has no experts")
-        return moe
+        return ffn

@@ -29,9 +29,9 @@ class KdaState:
         self.memory = torch.zeros(kda.num_heads, kda.head_dim, kda.head_dim)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything. New tensors, so that any thread may reset between passes."""
         self.window = torch.zeros_like(self.window)
-        self.memory.zero_()
+        self.memory = torch.zeros_like(self.memory)
 
 
 class LatentCache:
@@ -56,8 +56,7 @@ class LatentCache:
         return self._rows[:length]
 
     def reset(self) -> None:
-        """Forget everything; the memory is kept for the next sequence."""
-        self._rows.zero_()
+        """Forget everything; rows past the length are never read, so the memory is kept."""
         self._length = 0
 
     def _grow(self, length: int) -> None:
