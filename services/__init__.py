@@ -1,0 +1,1 @@
+"""Operator tools and tier daemons; the command line ties them together."""

@@ -1,0 +1,1 @@
+"""The demonstration model: corpus, training recipe, export, evaluation, and the checkpoint."""
