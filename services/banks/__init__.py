@@ -1,0 +1,1 @@
+"""Bank builder and its commands."""

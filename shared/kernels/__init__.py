@@ -1,0 +1,1 @@
+"""Arithmetic on expert records: number formats, and kernels that compute rows."""

@@ -1,0 +1,134 @@
+"""What an expert kernel is: the definition of one row, the guard of a call, the choice of a kernel.
+
+Owns the arithmetic that every implementation must reproduce and the checks at the edge of a call.
+Must not know banks, slots, placements or torch.
+
+One row, for a record (w1, w3, w2, each NVFP4 with its own scale_2) and one bf16 activation z:
+
+    W    = E2M1 nibble x E4M3 block scale, exact in float32       (input_scale plays no part: W4A16)
+    g    = (W1 z) x w1.scale_2      u = (W3 z) x w3.scale_2       sums and products in float32
+    h    = SiTU(g, u) = 4 tanh(g/4) sigmoid(g) x 25 tanh(u/25)    in float32, rounded once to bf16
+    row  = (W2 h) x w2.scale_2                                    in float32, rounded once to bf16
+
+The order of a sum is each kernel's own but fixed: a row depends on (record, z, kernel id) and on
+nothing else in the call. Rows of different kernels agree to about 2^-7 of the row's largest value.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.core.errors import ConfigError, LocalProtocolError
+from shared.core.record import RecordLayout
+from shared.core.shape import ExpertShape
+
+Arena: TypeAlias = npt.NDArray[np.uint8]
+Ids: TypeAlias = npt.NDArray[np.int32]
+Bf16Bits: TypeAlias = npt.NDArray[np.uint16]
+
+
+class ExpertKernel(Protocol):
+    """Computes rows of experts that lie in an arena; one call runs on the calling thread."""
+
+    @property
+    def kernel_id(self) -> int:
+        """u32, changed whenever the bits of a row may change; equal ids mean equal bits."""
+
+    @property
+    def shape(self) -> ExpertShape:
+        """The shape of the experts it computes."""
+
+    @property
+    def name(self) -> str:
+        """The name that selects this kernel: "cpu" or "reference"."""
+
+    def rows(
+        self, arena: Arena, bank_rows: Ids, tokens: Ids, activations: Bf16Bits, out: Bf16Bits
+    ) -> None:
+        """Write out[p] = expert arena[bank_rows[p]] of activations[tokens[p]] for every pair p.
+
+        arena uint8 [n_rows, stride_bytes]; bank_rows and tokens int32 [P]; activations uint16
+        (bf16 bits) [T, latent]; out uint16 [P, latent]. All C-contiguous; `out` overlaps nothing.
+        Bank row -1 gives a row of zeros. Raises LocalProtocolError, before anything is written,
+        when an array does not fit or an index is out of range.
+        """
+
+
+def select_kernel(shape: ExpertShape, name: str = "auto") -> ExpertKernel:
+    """Make the kernel `name`: "cpu" (native), "reference" (numpy, slow) or "auto".
+
+    "auto" is "cpu" where the native module was built, else "reference": look at the kernel's name.
+    Raises ConfigError for an unknown name, or for "cpu" without the native module.
+    """
+    if name not in ("auto", "cpu", "reference"):
+        raise ConfigError(f"kernel {name!r} is not known: use auto, cpu or reference")
+    if name != "reference":
+        try:
+            from shared.kernels.cpu import CpuKernel
+
+            return CpuKernel(shape)
+        except ImportError as error:
+            if name == "cpu":
+                raise ConfigError(
+                    f"kernel cpu needs the native module, which was not built here ({error}): "
+                    "install a C compiler and run `pip install .` again, or use kernel reference"
+                ) from error
+    from shared.kernels.reference import ReferenceKernel
+
+    return ReferenceKernel(shape)
+
+
+def checked_layout(shape: ExpertShape) -> RecordLayout:
+    """Layout of records of this shape, or LocalProtocolError when no record can have it."""
+    for name, size in (("latent", shape.latent), ("width", shape.width)):
+        if size <= 0 or size % 16:
+            raise LocalProtocolError(f"expert {name} {size} is not a positive multiple of 16")
+    return RecordLayout(shape)
+
+
+def check_arrays(
+    layout: RecordLayout,
+    arena: Arena,
+    bank_rows: Ids,
+    tokens: Ids,
+    activations: Bf16Bits,
+    out: Bf16Bits,
+) -> None:
+    """Raise LocalProtocolError for the first array with a wrong type, shape or memory order.
+
+    Compares whole properties first: a call with eight small experts takes 40 us, so this may not
+    take ten.
+    """
+    latent, pairs = layout.shape.latent, len(bank_rows)
+    for name, array, dtype, shape in (
+        ("arena", arena, np.uint8, (arena.shape[0] if arena.ndim else 0, layout.stride_bytes)),
+        ("bank_rows", bank_rows, np.int32, (pairs,)),
+        ("tokens", tokens, np.int32, (pairs,)),
+        ("activations", activations, np.uint16, (len(activations), latent)),
+        ("out", out, np.uint16, (pairs, latent)),
+    ):
+        if array.dtype != dtype:
+            raise LocalProtocolError(f"expert rows: {name} is {array.dtype}, not {np.dtype(dtype)}")
+        if array.shape != shape:
+            raise LocalProtocolError(f"expert rows: {name} has shape {array.shape}, not {shape}")
+        if not array.flags.c_contiguous:
+            raise LocalProtocolError(f"expert rows: {name} is not C-contiguous: copy it first")
+    if not out.flags.writeable:
+        raise LocalProtocolError("expert rows: out is read-only")
+
+
+def bad_bank_row(pair: int, bank_row: int, n_rows: int) -> LocalProtocolError:
+    """The error for a bank row outside the arena."""
+    return LocalProtocolError(
+        f"expert rows: bank_rows[{pair}] is {bank_row}, outside -1 (none) to {n_rows - 1}"
+    )
+
+
+def bad_token(pair: int, token: int, n_tokens: int) -> LocalProtocolError:
+    """The error for a token index without an activation."""
+    return LocalProtocolError(
+        f"expert rows: tokens[{pair}] is {token}, outside 0 to {n_tokens - 1}"
+    )

@@ -1,0 +1,1 @@
+"""C sources of `shared._native`, the expert kernel and the hot wait; `build.py` compiles them."""

@@ -1,0 +1,49 @@
+"""cffi build script of the extension module `shared._native`.
+
+Owns the compiler flags and the list of sources. The headers are the single declaration of every
+function: cffi reads the prototypes from them and the C compiler checks them again. Must not know
+what the functions are for.
+
+    python setup.py build_ext --inplace        # development build; `pip install` does the same
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from cffi import FFI
+
+_HERE: Final = Path(__file__).resolve().parent
+_UNITS: Final = ("bell", "experts")
+# Contraction would fuse a*b+c only where the machine has FMA, and a row's bits must not depend on
+# the machine; the dot product asks for its FMA by name. No -ffast-math: NaN has to survive.
+_FLAGS: Final = [
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",  # about passing wide vectors between files, which never happens here
+]
+
+
+def _declarations(unit: str) -> str:
+    """Prototypes of a header; cffi has no preprocessor, so directives are left out."""
+    lines = (_HERE / f"{unit}.h").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if not line.startswith("#"))
+
+
+ffi = FFI()
+for _unit in _UNITS:
+    ffi.cdef(_declarations(_unit))
+ffi.set_source(
+    "shared._native",
+    "\n".join(f'#include "{unit}.h"' for unit in _UNITS),
+    # setuptools wants paths relative to the folder of setup.py
+    sources=[f"shared/native/{unit}.c" for unit in _UNITS],
+    include_dirs=["shared/native"],
+    depends=[f"shared/native/{unit}.h" for unit in _UNITS],
+    extra_compile_args=_FLAGS,
+)
