@@ -1,0 +1,56 @@
+"""The command line of a node, the same for every tier.
+
+Owns option names and help. Must not know how a node works.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from spark_daemon import daemon
+from spark_daemon.config import Kind
+
+
+def node_command(kind: Kind, *, default_name: str | None = None) -> click.Command:
+    """The command `k3-KIND NAME`; NAME may be left out when there is a default."""
+
+    # click takes even a default of None for a default, and then asks for no name
+    name_argument = (
+        click.argument("name", default=default_name) if default_name else click.argument("name")
+    )
+
+    @click.command(
+        name=f"k3-{kind}",
+        help=(
+            f"Serve the bank NAME as a {kind} node until SIGTERM. Settings: "
+            f"/etc/k3/{kind}/NAME.toml; options win over the file.\n\n"
+            f"Example: k3-{kind} {default_name or 'spark0'} --station tcp://10.0.0.1:8381\n\n"
+            "Exit status: 0 stopped, 1 failed, 2 wrong usage, 78 settings, key or bank refused."
+        ),
+    )
+    @name_argument
+    @click.option("--config", "config_path", type=click.Path(path_type=Path), help="Settings file.")
+    @click.option("--bank", help="Bank file. [/var/lib/k3/banks/NAME.k3bank]")
+    @click.option("--station", help="Control address of the Station, tcp://HOST:PORT.")
+    @click.option("--station-key", help="The Station's public key file.")
+    @click.option("--node-key", help="This node's secret key file (mode 0600).")
+    @click.option("--kernel", help="auto, cpu or reference. [auto]")
+    @click.option("--spin-us", type=int, help="Poll this long before sleeping. [0]")
+    @click.option("--pin/--no-pin", default=None, help="Lock the bank in memory. [--pin]")
+    @click.option(
+        "--die-with-parent", is_flag=True, default=None, help="End when the starting process ends."
+    )
+    @click.pass_context
+    def command(
+        context: click.Context, /, name: str, config_path: Path | None, **overrides: object | None
+    ) -> None:
+        context.exit(
+            daemon.main(
+                kind, name, config_path=config_path, overrides=overrides, environ=os.environ
+            )
+        )
+
+    return command

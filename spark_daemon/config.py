@@ -1,0 +1,94 @@
+"""Settings of a node: one TOML file, overridden by the command line, defaults for the rest.
+
+Owns the names, bounds and defaults of the settings. Every defect is one ConfigError that names the
+file, the field and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+
+from shared.core.errors import ConfigError
+from shared.core.names import NodeName, checked_name
+from shared.core.placement import Tier
+
+CONFIG_ROOT: Final = Path("/etc/k3")
+BANK_ROOT: Final = Path("/var/lib/k3/banks")
+STATION_ADDRESS: Final = "tcp://127.0.0.1:8381"
+_FILE_BYTES_MAX: Final = 64 * 1024
+
+PathText: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+Kind: TypeAlias = Literal["spark", "grace", "rtx"]
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checked settings of one node; paths are as written by the operator."""
+
+    name: NodeName
+    tier: Tier
+    bank: PathText
+    station: Annotated[str, msgspec.Meta(max_length=256)]
+    station_key: PathText
+    node_key: PathText
+    spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    kernel: Literal["auto", "cpu", "reference"] = "auto"
+    fabric: Literal["shm"] = "shm"
+    pin: bool = True
+    die_with_parent: bool = False
+
+
+def load(
+    kind: Kind, name: str, *, path: Path | None, overrides: Mapping[str, object | None]
+) -> NodeConfig:
+    """Settings of node `name`; `overrides` that are None were not given.
+
+    Without `path` the file is /etc/k3/KIND/NAME.toml and may be missing; a `path` must exist.
+    Raises ConfigError.
+    """
+    checked_name(name, kind="node")
+    file = path or CONFIG_ROOT / kind / f"{name}.toml"
+    written = _read(file, must_exist=path is not None)
+    given = {field: value for field, value in overrides.items() if value is not None}
+    merged = {**_defaults(kind, name), **written, **given}
+    try:
+        return msgspec.convert(merged, NodeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"settings of node {name!r} ({file} and command line): {error}; correct that setting"
+        ) from error
+
+
+def _defaults(kind: Kind, name: str) -> dict[str, object]:
+    keys = CONFIG_ROOT / "keys"
+    return {
+        "name": name,
+        "tier": kind,
+        "bank": str(BANK_ROOT / f"{name}.k3bank"),
+        "station": STATION_ADDRESS,
+        "station_key": str(keys / "station.key"),
+        "node_key": str(keys / f"{name}.key_secret"),
+    }
+
+
+def _read(file: Path, *, must_exist: bool) -> dict[str, object]:
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        if must_exist:
+            raise ConfigError(f"settings file {file} does not exist: correct --config") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read settings file {file}: {error.strerror}: make it readable for this user"
+        ) from error
+    if len(data) > _FILE_BYTES_MAX:
+        raise ConfigError(f"settings file {file} is larger than {_FILE_BYTES_MAX} bytes")
+    try:
+        return msgspec.toml.decode(data, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"settings file {file} is not TOML: {error}; correct it") from error

@@ -1,0 +1,225 @@
+"""Builds a node from its settings and runs it; turns every end into an exit status.
+
+The only place that reads the environment, sets the event loop, installs signal handlers and draws
+random numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from structlog.typing import FilteringBoundLogger
+
+from shared.core import wire
+from shared.core.bank_header import BankHeader
+from shared.core.errors import EXIT_FAILED, BankError, ConfigError, MeshError
+from shared.core.wire import BankFacts, ToNode, ToStation
+from shared.io import journal, keys
+from shared.io.address import parse_address
+from shared.io.bank_file import BankFile, load_arena
+from shared.io.fabric import Fabric
+from shared.io.fabric_shm import ShmFabric
+from shared.io.link import NodeLink, connect
+from shared.io.process import PARENT_VARIABLE, die_with_parent, tie_to_parent
+from shared.io.systemd import Notifier, watchdog_interval_us
+from shared.kernels.expert import select_kernel
+from spark_daemon import config as configs
+from spark_daemon.config import Kind, NodeConfig
+from spark_daemon.executor import BankIndex, Executor
+from spark_daemon.health import CANARY_PERIOD_US
+from spark_daemon.node import Node
+from spark_daemon.parts import Connect, NodeParts
+from spark_daemon.pinning import pin
+
+CONNECT_US: Final = 1_000_000  # one attempt; also how long a stop may wait for it
+RING_THREAD: Final = "k3-ring"
+LOAD_US_MIN: Final = 30_000_000
+LOAD_BYTES_PER_US: Final = 200  # the slowest disk and hash a start is given time for: 200 MB/s
+
+
+def main(
+    kind: Kind,
+    name: str,
+    *,
+    config_path: Path | None,
+    overrides: Mapping[str, object | None],
+    environ: Mapping[str, str],
+) -> int:
+    """Run node `name` until SIGTERM or SIGINT; the exit status of the process.
+
+    0 after a stop, 78 when a person has to change something first, 1 after anything else. Every
+    failure is one log line.
+    """
+    try:
+        make_log = journal.configure(sys.stderr, environ, identifier=f"k3-{kind}")
+    except ConfigError as error:
+        print(f"k3-{kind}: {error.code}: {error}", file=sys.stderr)  # noqa: T201 - no log yet
+        return error.exit_status
+    log = make_log(node=name)
+    failure: ExceptionGroup[Exception] | None = None
+    try:
+        config = configs.load(kind, name, path=config_path, overrides=overrides)
+        _tie(config, environ)
+        _serve(config, environ, log)
+    except MeshError as error:
+        failure = ExceptionGroup("node", [error])
+    except ExceptionGroup as group:
+        failure = group
+    if failure is not None:
+        return _report(failure, log)
+    log.info("node_stopped")
+    return 0
+
+
+def _report(group: ExceptionGroup[Exception], log: FilteringBoundLogger) -> int:
+    """One line for an expected end; a traceback only for a bug."""
+    leaves = list(_leaves(group))
+    for leaf in leaves:
+        if isinstance(leaf, MeshError):
+            log.error("node_failed", code=leaf.code, error=str(leaf))
+            return leaf.exit_status
+    log.critical("node_failed", code=MeshError.code, error=str(leaves[0]), exc_info=group)
+    return EXIT_FAILED
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _tie(config: NodeConfig, environ: Mapping[str, str]) -> None:
+    if config.die_with_parent and PARENT_VARIABLE not in environ:
+        die_with_parent(os.getppid())
+    tie_to_parent(environ)
+
+
+def _serve(config: NodeConfig, environ: Mapping[str, str], log: FilteringBoundLogger) -> None:
+    if not __debug__:
+        raise ConfigError("python -O removes this program's own checks: run without it")
+    notifier = Notifier.from_environ(environ)
+    fabric = ShmFabric(spin_us=config.spin_us)
+    ring_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=RING_THREAD)
+    try:
+        link = connector(config)  # checks address and keys before the bank is read: that takes long
+        parts = _parts(
+            config,
+            environ,
+            log,
+            notifier=notifier,
+            fabric=fabric,
+            ring_thread=ring_thread,
+            link=link,
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_until_stopped(Node(parts)))
+    finally:
+        ring_thread.shutdown()
+        fabric.close()
+
+
+async def _until_stopped(node: Node) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await node.run(stop)
+
+
+def connector(config: NodeConfig) -> Connect:
+    """How this node opens a link; the key files are read once. Raises KeyRefused, ConfigError."""
+    parse_address(config.station)
+    own = keys.load_secret(Path(config.node_key))
+    station = keys.load_public(Path(config.station_key))
+
+    def open_link(
+        tasks: asyncio.TaskGroup,
+    ) -> AbstractAsyncContextManager[NodeLink[ToNode, ToStation]]:
+        return connect(
+            config.station,
+            keys=own,
+            station_key=station,
+            decode=wire.decode_to_node,
+            encode=wire.encode,
+            tasks=tasks,
+            timeout_us=CONNECT_US,
+        )
+
+    return open_link
+
+
+def check_bank(header: BankHeader, config: NodeConfig) -> None:
+    """BankError when a bank was built for another node or tier."""
+    if header.node != config.name or header.tier != config.tier:
+        raise BankError(
+            f"{config.bank}: built for node {header.node} of tier {header.tier}, but this is "
+            f"{config.name} of tier {config.tier}: name the right bank or build it for this node"
+        )
+
+
+def _parts(
+    config: NodeConfig,
+    environ: Mapping[str, str],
+    log: FilteringBoundLogger,
+    *,
+    notifier: Notifier,
+    fabric: Fabric,
+    ring_thread: ThreadPoolExecutor,
+    link: Connect,
+    clock_ns: Callable[[], int] = time.monotonic_ns,
+) -> NodeParts:
+    started_ns = clock_ns()
+    with BankFile.open(Path(config.bank)) as bank:
+        notifier.notify(
+            EXTEND_TIMEOUT_USEC=LOAD_US_MIN + bank.arena_bytes // LOAD_BYTES_PER_US,
+            STATUS=f"reading bank {config.bank}",
+        )
+        header = bank.header
+        check_bank(header, config)
+        kernel = select_kernel(header.shape, config.kernel)
+        arena = load_arena(bank, verify=True)
+    if config.pin:
+        pin(arena)
+    log.info(
+        "bank_loaded",
+        bank=header.name,
+        rows=len(header.rows),
+        arena_bytes=arena.nbytes,
+        load_us=(clock_ns() - started_ns) // 1000,
+    )
+    return NodeParts(
+        name=config.name,
+        tier=config.tier,
+        bank=BankFacts(
+            name=header.name,
+            model_digest=header.model_digest,
+            placement_digest=header.placement_digest,
+            shape=header.shape,
+            rows=len(header.rows),
+        ),
+        incarnation=secrets.randbits(63),
+        pid=os.getpid(),
+        executor=Executor(kernel, arena, BankIndex(header.rows)),
+        reference=select_kernel(header.shape, "reference"),
+        fabric=fabric,
+        ring_thread=ring_thread,
+        connect=link,
+        notifier=notifier,
+        watchdog_us=watchdog_interval_us(environ, os.getpid()),
+        canary_period_us=CANARY_PERIOD_US,
+        clock_ns=clock_ns,
+        log=log,
+    )

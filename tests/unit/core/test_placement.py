@@ -1,0 +1,200 @@
+"""Placements: conservation, digests, and what a damaged file is told."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.core.errors import PlacementError
+from shared.core.placement import (
+    PlacedNode,
+    Placement,
+    Tier,
+    balanced,
+    check,
+    contiguous,
+    decode,
+    encode,
+    shuffled,
+)
+from shared.core.shape import ExpertShape, ModelShape
+
+NODES: list[tuple[str, Tier, float]] = [
+    ("hbm", "hbm", 2.0),
+    ("grace", "grace", 1.0),
+    ("s0", "spark", 1.0),
+]
+TINY = ModelShape(3, 1, 8, 2, ExpertShape(latent=16, width=16))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    """Small models with any number of dense layers first."""
+    layers = draw(st.integers(1, 6))
+    return ModelShape(
+        layers=layers,
+        first_moe_layer=draw(st.integers(0, layers - 1)),
+        experts=draw(st.integers(1, 40)),
+        top_k=draw(st.integers(1, 4)),
+        expert=ExpertShape(latent=16, width=16),
+    )
+
+
+weights = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=7)
+
+
+def placed_once(placement: Placement) -> None:
+    shape = placement.shape
+    keys = [key for node in placement.nodes for key in node.rows]
+    assert len(keys) == len(set(keys)) == shape.routed_experts
+    owner, row = placement.homes()
+    for index, node in enumerate(placement.nodes):
+        for at, (layer, expert) in enumerate(node.rows):
+            assert (owner[layer, expert], row[layer, expert]) == (index, at)
+    assert (owner[: shape.first_moe_layer] == -1).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=models(), shares=weights, seed=st.integers(0, 2**32 - 1))
+def test_every_policy_places_every_expert_once(
+    shape: ModelShape, shares: list[float], seed: int
+) -> None:
+    """Conservation (case N3): any shape, any weights, any policy; homes() is its inverse."""
+    nodes: list[tuple[str, Tier, float]] = [
+        (f"n{index}", "spark", share) for index, share in enumerate(shares)
+    ]
+    placed_once(balanced("digest", shape, nodes))
+    placed_once(contiguous("digest", shape, nodes))
+    placed_once(shuffled("digest", shape, nodes, seed=seed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=models(), shares=weights)
+def test_balanced_gives_each_node_its_share_of_each_layer(
+    shape: ModelShape, shares: list[float]
+) -> None:
+    """Per layer, a node holds its proportional number of experts within the number of nodes."""
+    nodes: list[tuple[str, Tier, float]] = [
+        (f"n{index}", "spark", share) for index, share in enumerate(shares)
+    ]
+    placement = balanced("digest", shape, nodes)
+    for node, share in zip(placement.nodes, shares, strict=True):
+        fair = shape.experts * share / sum(shares)
+        for layer in shape.moe_layers:
+            held = sum(1 for key in node.rows if key[0] == layer)
+            assert abs(held - fair) <= len(nodes)
+
+
+@settings(max_examples=80, deadline=None)
+@given(shape=models(), shares=weights, seed=st.integers(0, 2**32 - 1))
+def test_partial_sums_of_the_places_make_the_dense_layer(
+    shape: ModelShape, shares: list[float], seed: int
+) -> None:
+    """Case N3: random tier maps; the union of per-place integer sums equals the dense sum."""
+    nodes: list[tuple[str, Tier, float]] = [
+        (f"n{index}", "spark", share) for index, share in enumerate(shares)
+    ]
+    owner, row = shuffled("digest", shape, nodes, seed=seed).homes()
+    rng = np.random.default_rng(seed)
+    value = rng.integers(1, 1000, (shape.layers, shape.experts))
+    layer = int(rng.integers(shape.first_moe_layer, shape.layers))
+    chosen = rng.integers(0, shape.experts, (5, shape.top_k))
+
+    banks = [
+        np.array([value[key] for key in node.rows])
+        for node in shuffled("digest", shape, nodes, seed=seed).nodes
+    ]
+    partial = np.zeros(5, np.int64)
+    for place in range(len(nodes)):
+        here = owner[layer, chosen] == place
+        rows = row[layer, chosen]
+        for token, slot in np.argwhere(here):
+            partial[token] += banks[place][rows[token, slot]]
+
+    assert (partial == value[layer, chosen].sum(axis=1)).all()
+
+
+def test_bytes_round_trip_and_decide_the_digest() -> None:
+    """Equal placements have equal bytes and digests; a moved expert changes the digest."""
+    placement = balanced("digest", TINY, NODES)
+    again = decode(encode(placement), source="p.json")
+
+    assert again == placement
+    assert again.digest == placement.digest
+    assert contiguous("digest", TINY, NODES).digest != placement.digest
+    assert balanced("other", TINY, NODES).digest != placement.digest
+    assert shuffled("d", TINY, NODES, seed=1).digest == shuffled("d", TINY, NODES, seed=1).digest
+
+
+def test_an_unknown_node_is_named_with_the_known_ones() -> None:
+    """Asking for a node the placement lacks lists those it has."""
+    with pytest.raises(PlacementError, match=r"no node 'spark9'.*hbm, grace, s0"):
+        balanced("digest", TINY, NODES).node("spark9")
+
+
+def spoiled(change: str) -> bytes:
+    """The tiny placement with one defect."""
+    data = json.loads(encode(balanced("digest", TINY, NODES)))
+    first = data["nodes"][0]["rows"]
+    match change:
+        case "dropped":
+            first.pop()
+        case "twice":
+            first.append(first[0])
+        case "dense layer":
+            first[0] = [0, 0]
+        case "negative":
+            first[0] = [1, -1]
+        case "expert beyond":
+            first[0] = [1, 8]
+        case "same names":
+            data["nodes"][1]["name"] = data["nodes"][0]["name"]
+        case "huge":
+            data["shape"]["layers"] = 2**20
+            data["shape"]["experts"] = 2**16 - 1
+        case "extra field":
+            data["colour"] = "red"
+        case "version":
+            data["version"] = 2
+        case "name":
+            data["nodes"][0]["name"] = "../etc"
+    return json.dumps(data).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("dropped", "not placed exactly once"),
+        ("twice", "placed 2 times"),
+        ("dense layer", "outside layers"),
+        ("negative", "outside layers"),
+        ("expert beyond", "outside layers"),
+        ("same names", "repeat"),
+        ("huge", "exceed"),
+        ("extra field", "not a placement"),
+        ("version", "not a placement"),
+        ("name", "not a placement"),
+    ],
+)
+def test_a_defect_is_one_error_that_names_file_and_place(change: str, said: str) -> None:
+    """Conservation is checked on reading; hostile sizes allocate nothing (case B12)."""
+    with pytest.raises(PlacementError, match=said) as caught:
+        decode(spoiled(change), source="p.json")
+    assert "p.json" in str(caught.value)
+
+
+def test_garbage_is_refused() -> None:
+    """Bytes that are no JSON are a placement error, not a crash."""
+    for data in (b"", b"{", b"[]", b"\xff\xfe", b'{"version": 1}', b"NaN"):
+        with pytest.raises(PlacementError):
+            decode(data, source="p.json")
+
+
+def test_check_counts_what_is_missing() -> None:
+    """A placement built by hand is held to the same law."""
+    with pytest.raises(PlacementError, match="16 experts are not placed exactly once"):
+        check(Placement(1, "digest", TINY, "by hand", (PlacedNode("a", "spark", ()),)))

@@ -1,0 +1,330 @@
+"""Settings, pinning, offers and canaries: what a node refuses before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.core import wire
+from shared.core.errors import (
+    BankError,
+    ConfigError,
+    DigestMismatch,
+    KeyRefused,
+    PlacementError,
+    RemoteProtocolError,
+)
+from shared.core.ring_layout import RingShape
+from shared.kernels.expert import select_kernel
+from spark_daemon import config, daemon
+from spark_daemon.canary import CanaryFailed, prove, prove_again
+from spark_daemon.executor import BankIndex, Executor
+from spark_daemon.health import Attested, Vitals, recheck_canary
+from spark_daemon.held_lease import check_offer
+from spark_daemon.pinning import limit_error, pin
+from spark_daemon.session import refusal
+from tests.support.fake_station import RING, Home, kernel, own_arena
+
+
+def test_defaults_suffice_apart_from_keys() -> None:
+    """Without any file the instance's name decides every path."""
+    made = config.load("grace", "grace", path=None, overrides={"bank": None})
+
+    assert (made.name, made.tier) == ("grace", "grace")
+    assert made.bank == "/var/lib/k3/banks/grace.k3bank"
+    assert made.station == "tcp://127.0.0.1:8381"
+    assert made.node_key == "/etc/k3/keys/grace.key_secret"
+    assert made.pin
+    assert made.spin_us == 0
+
+
+def test_options_win_over_the_file_over_the_defaults(tmp_path: Path) -> None:
+    """The usual order."""
+    file = tmp_path / "n.toml"
+    file.write_text('bank = "/a"\nspin_us = 7\n')
+
+    made = config.load("spark", "s0", path=file, overrides={"bank": "/b", "kernel": None})
+
+    assert (made.bank, made.spin_us, made.kernel) == ("/b", 7, "auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("spin_us = -1", "spin_us"),
+        ("spin_us = 1.5", "spin_us"),
+        ('spin_us = ""', "spin_us"),
+        ('kernel = "gpu"', "kernel"),
+        ('fabric = "verbs9"', "fabric"),
+        ('colour = "red"', "colour"),
+        ('bank = ""', "bank"),
+        ('name = "../x"', "name"),
+        ("pin = 1", "pin"),
+        ("= 3", "not TOML"),
+        ("spin_us = 1\nspin_us = 2", "not TOML"),
+        ("x = '" + "a" * 70_000 + "'", "larger than"),
+    ],
+)
+def test_a_bad_setting_names_file_and_field(tmp_path: Path, text: str, said: str) -> None:
+    """One ConfigError: where, what, and the remedy."""
+    file = tmp_path / "n.toml"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError, match=said) as caught:
+        config.load("spark", "s0", path=file, overrides={})
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"\x00"])
+def test_files_that_are_no_text_are_refused(tmp_path: Path, content: bytes) -> None:
+    """Never a traceback."""
+    file = tmp_path / "n.toml"
+    file.write_bytes(content)
+
+    with pytest.raises(ConfigError):
+        config.load("spark", "s0", path=file, overrides={})
+    with pytest.raises(ConfigError, match="cannot read"):
+        config.load("spark", "s0", path=tmp_path, overrides={})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "code"),
+    [
+        ("bank", "/nonexistent/x.k3bank", "bank_invalid"),
+        ("node_key", "/nonexistent/x.key_secret", "key_refused"),
+        ("station_key", "/nonexistent/x.key", "key_refused"),
+        ("station", "somewhere", "config_invalid"),
+        ("kernel", "gpu", "config_invalid"),
+        ("spin_us", -1, "config_invalid"),
+        ("name", "a/b", "config_invalid"),
+    ],
+)
+def test_bad_settings_end_in_one_line_and_status_78(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: object, code: str
+) -> None:
+    """What a person has to change is named once, without a traceback; nothing was started."""
+    home = Home.make(tmp_path)
+    overrides: dict[str, object] = {
+        "bank": str(home.bank),
+        "station": "tcp://127.0.0.1:1",
+        "station_key": str(tmp_path / "station" / "station.key"),
+        "node_key": str(tmp_path / "nodes" / "spark0.key_secret"),
+        "pin": False,
+    }
+
+    status = daemon.main(
+        "spark",
+        "spark0",
+        config_path=None,
+        overrides=overrides | {option: value},
+        environ={"K3_LOG": "json"},
+    )
+
+    lines = capsys.readouterr().err.splitlines()
+    assert status == 78
+    assert len(lines) == 1
+    said = json.loads(lines[0])
+    assert (said["event"], said["code"]) == ("node_failed", code)
+    assert str(value) in said["error"] or f"$.{option}" in said["error"]
+
+
+def test_an_unknown_log_form_is_said_without_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """The log itself cannot be made: plain words and 78."""
+    status = daemon.main("rtx", "rtx", config_path=None, overrides={}, environ={"K3_LOG": "stone"})
+
+    assert status == 78
+    assert "k3-rtx: config_invalid: K3_LOG" in capsys.readouterr().err
+
+
+def test_refusals_have_the_class_of_their_code() -> None:
+    """The Station's code decides what this process reports."""
+    for kind in (BankError, DigestMismatch, KeyRefused, PlacementError):
+        assert type(refusal(kind.code, "x")) is kind
+    unknown = refusal("remote_protocol_error", "install the same version")
+    assert type(unknown) is ConfigError
+    assert "remote_protocol_error" in str(unknown)
+
+
+def offered(**changes: Any) -> wire.LeaseOffer:
+    fields: dict[str, Any] = {
+        "sender": "station",
+        "incarnation": 1,
+        "epoch": 1,
+        "ring": RING,
+        "reply_ring": wire.RegionDescriptor("shm", "a", "b", RING.reply_ring_bytes, 1),
+        "canary_bank_row": 0,
+        "canary_seed": 1,
+        "heartbeat_us": 1,
+        "ttl_us": 1,
+    }
+    return wire.LeaseOffer(**(fields | changes))
+
+
+HUGE = RingShape(slots=64, max_tokens=65535, max_rows=65535, latent=2**16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "latent", "said"),
+    [
+        ({}, 64, "latent"),
+        ({"canary_bank_row": 4}, RING.latent, "canary of bank row 4"),
+        ({"reply_ring": wire.RegionDescriptor("shm", "a", "b", 64, 1)}, RING.latent, "64 bytes"),
+        (
+            {
+                "ring": HUGE,
+                "reply_ring": wire.RegionDescriptor("shm", "a", "b", HUGE.reply_ring_bytes, 1),
+            },
+            HUGE.latent,
+            "more than",
+        ),
+    ],
+    ids=["latent", "canary", "reply ring", "size"],
+)
+def test_offers_are_checked_before_anything_is_allocated(
+    changes: dict[str, Any], latent: int, said: str
+) -> None:
+    """A peer's numbers decide no allocation and no index unchecked."""
+    check_offer(offered(), latent=RING.latent, bank_rows=4)
+    with pytest.raises(RemoteProtocolError, match=said):
+        check_offer(offered(**changes), latent=latent, bank_rows=4)
+
+
+# Pinning
+
+
+def test_pinned_memory_counts_as_locked() -> None:
+    """The real call on real memory, where the limit allows it."""
+    size = 2**20
+    memory = np.ones(size, np.uint8)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < 2 * size:
+        pytest.skip(f"RLIMIT_MEMLOCK is {limit} bytes here")
+    before = locked_kib()
+    pin(memory)
+    try:
+        assert locked_kib() >= before + size // 1024
+    finally:
+        libc = ctypes.CDLL(None)
+        libc.munlock(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(size))
+
+
+def locked_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmLck:")[1].split()[0])
+
+
+def test_a_low_limit_is_named_with_its_remedy(tmp_path: Path) -> None:
+    """Case B7: LimitMEMLOCK=8M names the limit, its value and the unit's line to change."""
+    limit = 8 * 2**20
+    code = (
+        "import numpy as np; from spark_daemon.pinning import pin\n"
+        "try: pin(np.ones(16 * 2**20, np.uint8))\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+
+    def confine() -> None:
+        # root may lock without limit: take CAP_IPC_LOCK (14) out of what exec grants
+        ctypes.CDLL(None).prctl(24, 14, 0, 0, 0)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=confine,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+
+    assert done.stdout.startswith("ConfigError")
+    for part in ("RLIMIT_MEMLOCK", f"{limit} bytes", "LimitMEMLOCK=infinity", f"{16 * 2**20}"):
+        assert part in done.stdout
+
+
+def test_other_reasons_are_not_blamed_on_the_limit() -> None:
+    """Only the errors that a limit causes talk about one."""
+    assert "LimitMEMLOCK" not in str(limit_error(errno.EINVAL, needed_bytes=1, limit_bytes=1))
+    unlimited = limit_error(errno.ENOMEM, needed_bytes=1, limit_bytes=resource.RLIM_INFINITY)
+    assert "unlimited" in str(unlimited)
+
+
+# Canary
+
+
+class Wrong:
+    """A kernel with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        self.inner = kernel()
+        self.kernel_id, self.name, self.shape = 99, "wrong", self.inner.shape
+        self.fault = fault
+
+    def rows(self, arena: Any, bank_rows: Any, tokens: Any, activations: Any, out: Any) -> None:
+        self.inner.rows(arena, bank_rows, tokens, activations, out)
+        match self.fault:
+            case "garbage":
+                out[:] = np.random.default_rng(1).integers(0x3C00, 0x3F80, out.shape)
+            case "nan":
+                out[0, 0] = 0x7FC0
+            case "zero":
+                out[:] = 0
+            case "sign":
+                out ^= 0x8000
+            case "half":
+                out -= 0x80  # one bf16 exponent lower: half the value, cosine 1
+
+
+@pytest.mark.parametrize("fault", ["garbage", "nan", "zero", "sign", "half"])
+def test_a_wrong_kernel_never_serves(fault: str) -> None:
+    """Case N9: the serving kernel is held against the reference before READY."""
+    arena, rows = own_arena("spark0")
+    reference = select_kernel(kernel().shape, "reference")
+    executor = Executor(Wrong(fault), arena, BankIndex(rows))
+
+    with pytest.raises(CanaryFailed, match="wrong canary row"):
+        prove(executor, reference, bank_row=1, seed=3)
+    prove(Executor(kernel(), arena, BankIndex(rows)), reference, bank_row=1, seed=3)
+
+
+def test_memory_that_changes_fails_the_next_canary() -> None:
+    """Case N9, every N minutes: one flipped weight bit of the canary's record ends the node."""
+    arena, rows = own_arena("spark0")
+    executor = Executor(kernel(), arena, BankIndex(rows))
+    row = prove(executor, kernel(), bank_row=1, seed=3)
+    prove_again(executor, row, bank_row=1, seed=3)
+    vitals = Vitals(attested=Attested(1, 3, row))
+
+    async def recheck() -> None:
+        async with asyncio.timeout(5):
+            await recheck_canary(vitals, executor, period_us=1_000)
+
+    vitals.server = object()  # type: ignore[assignment] # serving
+    arena[1, 100] ^= 0x08
+    with pytest.raises(CanaryFailed, match="changed since"):
+        asyncio.run(recheck())
+
+
+def test_the_command_has_help_with_an_example() -> None:
+    """`k3-spark --help` tells usage, an example and the statuses."""
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_daemon", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+    for part in ("NAME", "Example: k3-spark", "78", "--no-pin", "--die-with-parent"):
+        assert part in done.stdout
