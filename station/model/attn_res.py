@@ -33,5 +33,6 @@ class AttentionResidual:
             mixed = torch.mm(share.t(), flat)
         else:
             vectors = flat.view(depth, tokens, hidden).transpose(0, 1)
-            mixed = torch.bmm(share.t().unsqueeze(1), vectors).squeeze(1)
+            # contiguous, or bmm falls back to one call per token
+            mixed = torch.bmm(share.t().contiguous().unsqueeze(1), vectors).squeeze(1)
         return mixed.to(self._dtype)

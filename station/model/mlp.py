@@ -18,17 +18,16 @@ class Situ:
 
     def __init__(self, width: int, beta: float, linear_beta: float) -> None:
         """`width` is the number of gate values, and of up values."""
-        divisor = torch.tensor([beta, linear_beta], dtype=torch.float32)
-        self._divisor = divisor.repeat_interleave(width)
+        self._divisor = torch.tensor([[beta], [linear_beta]], dtype=torch.float32)
         self._width = width
         self._product = beta * linear_beta
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[T, 2 * width] -> [T, width] in the same dtype."""
-        values = gate_up.float()
-        bounded = torch.tanh(values / self._divisor)
-        gate = torch.sigmoid(values[:, : self._width]).mul_(bounded[:, : self._width])
-        return gate.mul_(bounded[:, self._width :]).mul_(self._product).to(gate_up.dtype)
+        values = gate_up.float().view(-1, 2, self._width)
+        gate, up = torch.tanh(values / self._divisor).unbind(1)
+        gate = torch.sigmoid(values.select(1, 0)).mul_(gate)
+        return gate.mul_(up).mul_(self._product).to(gate_up.dtype)
 
 
 class GatedMlp:
