@@ -1,0 +1,116 @@
+"""The verb `k3 bench`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from services.pod.endpoint import token_option
+from services.pod.layout import SPARKS_MAX
+
+if TYPE_CHECKING:
+    from services.bench.report import Report
+
+_PIPE_COLUMNS: Final = 120
+
+
+class SparkCounts(click.ParamType[tuple[int, ...]]):
+    """`1,2,4,8`: how many Sparks to measure with."""
+
+    name = "counts"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Parse, or say what is wrong."""
+        try:
+            counts = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers such as 1,2,4", param, ctx)
+        if not all(0 <= count <= SPARKS_MAX for count in counts):
+            self.fail(f"{value!r}: each count must be from 0 to {SPARKS_MAX}", param, ctx)
+        return tuple(dict.fromkeys(counts))
+
+
+@click.group()
+def bench() -> None:
+    """Measure, and print a table or JSON."""
+
+
+@bench.command(epilog="Example: k3 bench pod --sparks 1,2,4,8 --json")
+@click.option("--url", help="Measure this running pod instead of starting one.")
+@token_option
+@click.option(
+    "--sparks",
+    type=SparkCounts(),
+    default="2",
+    show_default=True,
+    help="Start pods with so many Sparks, one after the other: 1,2,4,8.",
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Folder of the checkpoint for started pods. [default: the demonstration model]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="What started pods compute in.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(16, 4096), default=64, show_default=True, help="Per answer."
+)
+@click.option(
+    "--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Median of so many."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check", is_flag=True, help="Exit 1 when a target is missed.")
+def pod(
+    *,
+    url: str | None,
+    token: str | None,
+    sparks: tuple[int, ...],
+    checkpoint: Path | None,
+    dtype: str,
+    tokens: int,
+    runs: int,
+    as_json: bool,
+    check: bool,
+) -> int:
+    """Tokens per second of one user, and where a layer's microseconds go.
+
+    Greedy decoding over HTTP, prefill excluded and given by itself, after a warm-up.
+    """
+    from services.bench.pod_bench import PodBench
+
+    plan = PodBench(
+        url=url,
+        token=token,
+        sparks=sparks,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        tokens=tokens,
+        runs=runs,
+    )
+    return _present(plan.run(), as_json=as_json, check=check)
+
+
+def _present(report: Report, *, as_json: bool, check: bool) -> int:
+    """Print a report; the exit status."""
+    from rich.console import Console
+
+    from services.bench.report import machine_line
+
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        wide = None if sys.stdout.isatty() else _PIPE_COLUMNS
+        console = Console(highlight=False, soft_wrap=True, width=wide)
+        console.print(machine_line(report.machine), markup=False)
+        console.print(report.table())
+    return 1 if check and report.missed else 0

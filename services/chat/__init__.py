@@ -1,0 +1,1 @@
+"""`k3 chat`: talk to a pod from a terminal."""

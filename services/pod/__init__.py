@@ -1,0 +1,1 @@
+"""A pod on one host: its files, its processes, and how the operator's tools reach it."""

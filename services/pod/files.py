@@ -1,0 +1,70 @@
+"""Files of a pod: written whole or not at all, and one owner per state folder.
+
+Owns atomic writing and the lock. Must not know what the files contain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shared.core.errors import ConfigError
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> bool:
+    """Write `data` under `path` in one step; False when the file already holds exactly that.
+
+    Raises ConfigError when the folder cannot be written.
+    """
+    try:
+        if path.exists() and path.read_bytes() == data:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        with contextlib.ExitStack() as undo:
+            undo.callback(partial.unlink, missing_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            with open(descriptor, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(path)
+            undo.pop_all()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; make the folder writable or choose another"
+        ) from error
+    return True
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Hold the folder's lock; ConfigError when another process has it.
+
+    The lock is the kernel's (flock): it ends with the process, so nothing stale is ever left.
+    """
+    path = directory / "lock"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use state folder {directory}: {error.strerror}; choose another with "
+            "--state-dir"
+        ) from error
+    with open(descriptor, "r+", encoding="ascii") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = stream.read(32).strip() or "unknown"
+            raise ConfigError(
+                f"state folder {directory} is in use by process {holder}: stop that `k3 up` first, "
+                "or give this one another --state-dir"
+            ) from None
+        stream.truncate(0)
+        stream.write(f"{os.getpid()}\n")
+        stream.flush()
+        yield

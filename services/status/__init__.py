@@ -1,0 +1,1 @@
+"""`k3 status`: what a pod is doing, for people and for programs."""
