@@ -19,7 +19,7 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 class RingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of the rings a lease gets."""
 
-    slots: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
+    slots: Annotated[int, msgspec.Meta(ge=1, le=64)] = 16  # as in RingShape
     max_rows: Annotated[int, msgspec.Meta(ge=64, le=65535)] = 512
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 64
 

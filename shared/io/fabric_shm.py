@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import struct
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ _MAGIC_OFFSET: Final = 0
 _WAKE_BYTES: Final = PAGE_BYTES
 _COUNTER, _WAITERS, _INTERRUPT = range(3)  # uint32 words of the wake page
 _MODE_EQUAL, _MODE_CHANGED = 0, 1
+_LOCATOR: Final = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
 
 class ShmRegion:
@@ -223,7 +225,10 @@ def _bell_address(region: Region, slot: int) -> int:
 
 
 def _create_memfd(name: str, length: int) -> tuple[int, mmap.mmap]:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise FabricError(f"cannot make shared memory: {error.strerror}") from error
     try:
         os.ftruncate(fd, length)
         # a peer that could shrink the file would turn our next read into SIGBUS
@@ -247,8 +252,7 @@ def _locator(fd: int) -> str:
 
 
 def _open_peer(locator: str, length: int) -> mmap.mmap:
-    parts = locator.split("/")
-    if len(parts) != 5 or parts[:2] != ["", "proc"] or parts[3] != "fd":
+    if not _LOCATOR.fullmatch(locator):
         raise AccessRefused(f"locator {locator!r} is not a memfd of a process on this host")
     try:
         fd = os.open(locator, os.O_RDWR | os.O_CLOEXEC)

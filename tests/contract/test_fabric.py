@@ -516,6 +516,21 @@ def test_a_peer_cannot_shrink_the_memory(region: Region) -> None:
 
 
 @pytest.mark.parametrize("provider", ["shm"])
+def test_a_connect_that_races_with_the_close_is_refused(fabric: Fabric) -> None:
+    """A peer that opened the memory just before the close finds no key there any more."""
+    region = fabric.register(4096)
+    held = os.open(region.descriptor.locator, os.O_RDWR)
+    late = msgspec.structs.replace(region.descriptor, locator=f"/proc/{os.getpid()}/fd/{held}")
+    try:
+        fabric.connect(late).close()
+        region.close()
+        with pytest.raises(AccessRefused, match="the key does not fit"):
+            fabric.connect(late)
+    finally:
+        os.close(held)
+
+
+@pytest.mark.parametrize("provider", ["shm"])
 def test_a_descriptor_number_that_was_used_again_is_refused(fabric: Fabric, tmp_path: Path) -> None:
     """After a close the owner may open anything under the old number: it is not a region."""
     region = fabric.register(4096)

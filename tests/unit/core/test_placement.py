@@ -77,7 +77,7 @@ def test_every_policy_places_every_expert_once(
 def test_balanced_gives_each_node_its_share_of_each_layer(
     shape: ModelShape, shares: list[float]
 ) -> None:
-    """Per layer, a node holds its proportional number of experts within the number of nodes."""
+    """Per layer, a node holds its proportional number of experts, give or take one."""
     nodes: list[tuple[str, Tier, float]] = [
         (f"n{index}", "spark", share) for index, share in enumerate(shares)
     ]
@@ -86,7 +86,7 @@ def test_balanced_gives_each_node_its_share_of_each_layer(
         fair = shape.experts * share / sum(shares)
         for layer in shape.moe_layers:
             held = sum(1 for key in node.rows if key[0] == layer)
-            assert abs(held - fair) <= len(nodes)
+            assert abs(held - fair) <= 1
 
 
 @settings(max_examples=80, deadline=None)

@@ -35,12 +35,12 @@ class Slow:
     def __init__(self) -> None:
         self.inner = kernel()
         self.kernel_id, self.name, self.shape = self.inner.kernel_id, "slow", self.inner.shape
-        self.gate = threading.Event()
+        self.gate = threading.Semaphore(0)  # one release lets one dispatch end
         self.entered = threading.Semaphore(0)
 
     def rows(self, *arrays: Any) -> None:
         self.entered.release()
-        assert self.gate.wait(10)
+        assert self.gate.acquire(timeout=10)
         self.inner.rows(*arrays)
 
 
@@ -111,7 +111,7 @@ def slow() -> Iterator[tuple[Bench, Slow]]:
     made = Bench(serving)
     made.thread.start()
     yield made, serving
-    serving.gate.set()
+    serving.gate.release(100)
     made.close()
 
 
@@ -174,7 +174,7 @@ def test_waiting_dispatches_are_served_in_ticket_order(slow: tuple[Bench, Slow])
     for slot, ticket in ((0, 9), (1, 7), (2, 8)):
         bench.lease.dispatch(slot, 1, 1, pairs, activations, ticket=ticket)
     assert bench.server.busy
-    serving.gate.set()
+    serving.gate.release(100)
 
     waited = {bench.answer(slot, 1)[0].ticket: bench.answer(slot, 1)[0] for slot in (0, 1, 2)}
     starts = [waited[ticket].time_us for ticket in (7, 8, 9)]
@@ -190,10 +190,32 @@ def test_a_slot_that_is_used_again_serves_only_the_newest(slow: tuple[Bench, Slo
     assert serving.entered.acquire(timeout=5)
     bench.lease.dispatch(1, 1, 1, pairs, activations, ticket=2)
     bench.lease.dispatch(1, 2, 1, pairs, activations, ticket=3)
-    serving.gate.set()
+    serving.gate.release(100)
 
     assert bench.answer(1, 2)[0].ticket == 3
     assert bench.counters.dispatches == 2
+
+
+def test_a_slot_whose_bell_moved_on_is_not_answered_for_the_past(
+    slow: tuple[Bench, Slow],
+) -> None:
+    """A verified dispatch that waits its turn is dropped when its slot is rung again, also while
+    the new frame is not whole yet."""
+    bench, serving = slow
+    pairs, activations = work()
+    bench.lease.dispatch(0, 1, 1, pairs, activations, ticket=1)
+    assert serving.entered.acquire(timeout=5)
+    bench.lease.dispatch(1, 1, 1, pairs, activations, ticket=3)
+    bench.lease.dispatch(2, 1, 1, pairs, activations, ticket=2)
+    serving.gate.release()
+    assert serving.entered.acquire(timeout=5)  # ticket 2 is in hand, ticket 3 waits
+    assert bench.lease.requests is not None
+    bench.lease.requests.ring(bell_offset(1), 2)
+    serving.gate.release(100)
+    bench.until(lambda: bench.counters.corrupt_dispatches == 1 and not bench.server.busy)
+
+    assert bench.counters.dispatches == 2
+    assert not ring.bells(bench.lease.replies, RING)[1]
 
 
 def test_queue_and_compute_time_are_measured(slow: tuple[Bench, Slow]) -> None:
@@ -204,7 +226,7 @@ def test_queue_and_compute_time_are_measured(slow: tuple[Bench, Slow]) -> None:
     bench.lease.dispatch(0, 1, 1, pairs, activations)
     assert serving.entered.acquire(timeout=5)
     time.sleep(0.02)
-    serving.gate.set()
+    serving.gate.release(100)
     header = bench.answer(0, 1)[0]
     took_us = (time.monotonic_ns() - began) // 1000
 
@@ -255,7 +277,7 @@ def test_stopping_finishes_the_dispatch_in_hand(slow: tuple[Bench, Slow]) -> Non
     assert serving.entered.acquire(timeout=5)
     bench.lease.dispatch(1, 1, 1, pairs, activations, ticket=2)
     bench.server.stop()
-    serving.gate.set()
+    serving.gate.release(100)
     bench.thread.join(5)
 
     assert not bench.thread.is_alive()
@@ -284,7 +306,7 @@ def test_health_is_progress(slow: tuple[Bench, Slow]) -> None:
     stuck = bench.counters.progress
     assert bench.server.busy
     assert bench.counters.progress == stuck
-    serving.gate.set()
+    serving.gate.release(100)
     bench.until(lambda: not bench.server.busy)
 
     assert bench.counters.progress > max(before, stuck)
