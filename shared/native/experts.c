@@ -1,5 +1,5 @@
-/* See experts.h. Written with GCC vector types; everything is defined for 16 lanes and gives the
- * same bits on any machine:
+/* See experts.h. Written with GCC vector types as wide as the machine's registers; everything is
+ * defined for 16 lanes and gives the same bits on any machine:
  *  - a weight is E2M1 x E4M3 (6 significant bits) and an input is bf16 (8), so every product is exact
  *    (inputs below 2^-120 aside) and a fused multiply-add equals a separate one;
  *  - the columns of a row are dealt to 16 accumulators in a fixed way (see deal_column), summed
@@ -8,22 +8,35 @@
  */
 #include "experts.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 #include <stdlib.h>
 #include <string.h>
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef float f32x8 __attribute__((vector_size(32)));
-typedef float f32x4 __attribute__((vector_size(16)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+/* Lanes of one register; GCC keeps wider vectors in memory, which costs a factor of ten. */
+#if defined(__AVX512F__)
+#define WIDE 16
+#elif defined(__AVX2__)
+#define WIDE 8
+#else
+#define WIDE 4
+#endif
+
+typedef float vec __attribute__((vector_size(4 * WIDE)));
+typedef int32_t ivec __attribute__((vector_size(4 * WIDE)));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDE)));
+typedef float vec4 __attribute__((vector_size(16)));
+typedef float vec8 __attribute__((vector_size(32)));
 
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    LANES = 16,
+    LANES = 16,               /* accumulators of a row, whatever the machine's registers hold */
+    PARTS = LANES / WIDE,
     CHUNK = 128,              /* columns decoded at a time: 16 words of 8 nibbles */
     CHUNK_BYTES = CHUNK / 2,
     CHUNK_SCALES = CHUNK / 16,
@@ -34,40 +47,67 @@ enum {
 
 /* ---- small pieces ---- */
 
-INLINE f32x16 load16(const float *p) {
-    f32x16 v;
+INLINE vec load(const float *p) {
+    vec v;
     memcpy(&v, p, sizeof v);
     return v;
 }
 
 /* a * b + c. The product is exact here, so fused or not gives the same bits; fusing is asked for by
  * name because the flags forbid the compiler to do it where it would change them. */
-INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+INLINE vec multiply_add(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
 }
 
-INLINE f32x16 select16(i32x16 mask, f32x16 yes, f32x16 no) {
-    return (f32x16)((mask & (i32x16)yes) | (~mask & (i32x16)no));
+INLINE vec choose(ivec mask, vec yes, vec no) {
+    return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
 }
 
-INLINE float sum16(f32x16 v) {
-    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-              __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    f32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+/* Sum of 16 lanes, always by the same tree: i + (i + 8), then i + (i + 4), i + (i + 2), 0 + 1. */
+INLINE float sum_lanes(const vec parts[PARTS]) {
+#if WIDE == 16
+    const vec v = parts[0];
+    const vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                   __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif WIDE == 8
+    const vec8 a = parts[0] + parts[1];
+#endif
+#if WIDE == 4
+    const vec4 b = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+#else
+    const vec4 b =
+        __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+#endif
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
 /* bf16 bits of a float: nearest even; every NaN becomes the same one, because which NaN an operation
  * passes on is the compiler's choice. */
-INLINE u32x16 bf16_round(f32x16 v) {
-    u32x16 bits = (u32x16)v;
-    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    u32x16 is_nan = (u32x16)(v != v);
+INLINE uvec bf16_round(vec v) {
+    uvec bits = (uvec)v;
+    uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    uvec is_nan = (uvec)(v != v);
     return (is_nan & 0x7fc0) | (~is_nan & rounded);
+}
+
+INLINE float as_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+INLINE uint32_t as_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
 }
 
 INLINE float f32_at(const uint8_t *p) {
@@ -92,67 +132,67 @@ INLINE int64_t deal_column(int64_t j) {
 /* ---- SiTU ---- */
 
 /* exp(x) = scale * (1 + tail), |tail| < 0.42. For |x| <= 87; a NaN gives a NaN tail. */
-INLINE f32x16 exp_parts(f32x16 x, f32x16 *tail) {
-    const f32x16 magic = (f32x16){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    f32x16 shifted = x * 1.44269504f + magic;
-    f32x16 n = shifted - magic;
-    f32x16 r = x - n * 0.693359375f; /* ln 2 in two parts, the first one exact in 9 bits */
+INLINE vec exp_parts(vec x, vec *tail) {
+    const vec magic = (vec){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    vec shifted = x * 1.44269504f + magic;
+    vec n = shifted - magic;
+    vec r = x - n * 0.693359375f; /* ln 2 in two parts, the first one exact in 9 bits */
     r = r - n * -2.12194440e-4f;
-    f32x16 p = r * (1.0f / 5040) + 1.0f / 720;
+    vec p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     *tail = p * (r * r) + r;
-    return (f32x16)(((u32x16)shifted << 23) + 0x3f800000);
+    return (vec)(((uvec)shifted << 23) + 0x3f800000);
 }
 
-INLINE f32x16 tanh16(f32x16 x) {
-    const i32x16 sign = (i32x16)x & INT32_MIN;
-    f32x16 a = (f32x16)((i32x16)x & INT32_MAX);
-    a = select16(a > 10.0f, (f32x16){0} + 10.0f, a); /* tanh(10) is 1 in f32 */
-    f32x16 tail;
-    f32x16 scale = exp_parts(a + a, &tail);
-    f32x16 expm1 = scale * tail + (scale - 1.0f);
-    return (f32x16)((i32x16)(expm1 / (expm1 + 2.0f)) | sign);
+INLINE vec tanh_vec(vec x) {
+    const ivec sign = (ivec)x & INT32_MIN;
+    vec a = (vec)((ivec)x & INT32_MAX);
+    a = choose(a > 10.0f, (vec){0} + 10.0f, a); /* tanh(10) is 1 in f32 */
+    vec tail;
+    vec scale = exp_parts(a + a, &tail);
+    vec expm1 = scale * tail + (scale - 1.0f);
+    return (vec)((ivec)(expm1 / (expm1 + 2.0f)) | sign);
 }
 
 /* 1 / (1 + exp(-x)); never below exp(-87), the smallest exponential that is a normal number. */
-INLINE f32x16 sigmoid16(f32x16 x) {
-    f32x16 a = -x;
-    a = select16(a > 87.0f, (f32x16){0} + 87.0f, a);
-    a = select16(a < -87.0f, (f32x16){0} - 87.0f, a);
-    f32x16 tail;
-    f32x16 scale = exp_parts(a, &tail);
+INLINE vec sigmoid(vec x) {
+    vec a = -x;
+    a = choose(a > 87.0f, (vec){0} + 87.0f, a);
+    a = choose(a < -87.0f, (vec){0} - 87.0f, a);
+    vec tail;
+    vec scale = exp_parts(a, &tail);
     return 1.0f / (1.0f + (scale + scale * tail));
 }
 
 /* 4 tanh(g/4) sigmoid(g) x 25 tanh(u/25): K3's activation, beta 4 and linear beta 25. */
-INLINE f32x16 situ16(f32x16 g, f32x16 u) {
-    return (4.0f * tanh16(g * 0.25f) * sigmoid16(g)) * (25.0f * tanh16(u / 25.0f));
+INLINE vec situ(vec g, vec u) {
+    return (4.0f * tanh_vec(g * 0.25f) * sigmoid(g)) * (25.0f * tanh_vec(u / 25.0f));
 }
 
 void k3_situ(const float *g, const float *u, float *h, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        f32x16 v = situ16(load16(g + i), load16(u + i));
+    for (int64_t i = 0; i < n; i += WIDE) {
+        vec v = situ(load(g + i), load(u + i));
         memcpy(h + i, &v, sizeof v);
     }
 }
 
 /* ---- dot products of packed rows ---- */
 
-/* E4M3 bytes to floats. Arithmetic that never makes a subnormal float: those cost 100 cycles each. */
+/* E4M3 bytes to floats; n is a multiple of 16. Masks instead of branches, so that the compiler makes
+ * vectors of it, and no subnormal float on the way, because those cost 100 cycles each: a subnormal
+ * m/8 * 2^-6 is (1 + m/8) * 2^-6 - 2^-6. */
 static void unpack_scales(const uint8_t *restrict codes, int64_t n, float *restrict scales) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t code = codes[i];
-        uint32_t is_subnormal = (code & 0x78) == 0; /* value m/8 * 2^-6 = (1 + m/8) * 2^-6 - 2^-6 */
-        uint32_t is_nan = (code & 0x7f) == 0x7f;
-        uint32_t bits = (((code & 0x7f) | is_subnormal << 3) << 20) + (120u << 23);
-        bits |= is_nan ? 0x7fc00000 : 0;
-        float magnitude;
-        memcpy(&magnitude, &bits, sizeof magnitude);
-        magnitude -= is_subnormal ? 0x1p-6f : 0.0f;
-        scales[i] = code & 0x80 ? -magnitude : magnitude;
+    for (int64_t i = 0; i < (n & ~15); i++) {
+        const uint32_t code = codes[i];
+        const uint32_t is_subnormal = -(uint32_t)((code & 0x78) == 0);
+        const uint32_t is_nan = -(uint32_t)((code & 0x7f) == 0x7f);
+        const uint32_t magnitude = (((code & 0x7f) | (is_subnormal & 8)) << 20) + (120u << 23);
+        const float value = as_float(magnitude | (is_nan & 0x7fc00000)) -
+                            as_float(is_subnormal & (121u << 23)); /* 2^-6 */
+        scales[i] = as_float(as_bits(value) | (code & 0x80) << 24);
     }
 }
 
@@ -161,72 +201,108 @@ typedef struct {
     const float *scale;    /* its unpacked block scales */
 } packed_row;
 
-/* Weights k, 8 + k, 16 + k ... of a chunk, block scale applied. */
-INLINE f32x16 decode(u32x16 words, int k, f32x16 scale) {
-#if defined(__AVX512F__)
-    const f32x16 e2m1 = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6};
-    return __builtin_shuffle(e2m1, (i32x16)(words >> (4 * k))) * scale; /* takes 4 bits of an index */
+/* Weights k, 8 + k, 16 + k ... of a chunk, block scale applied. A variable shuffle looks at as many
+ * bits of an index as its table needs. */
+INLINE vec decode(uvec words, int k, vec scale) {
+    const uvec code = words >> (4 * k);
+#if WIDE == 16
+    const vec e2m1 = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    return __builtin_shuffle(e2m1, (ivec)code) * scale;
+#else
+#if WIDE == 8
+    const vec magnitudes = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    const vec magnitude = __builtin_shuffle(magnitudes, (ivec)code);
 #else
     /* twice the value as an integer, 0 1 2 3 4 6 8 12: (2 + m) << (e - 1), or m where e is 0 */
-    u32x16 code = words >> (4 * k);
-    u32x16 normal = (u32x16)((code & 6) != 0);
-    u32x16 twice = ((code & 1) | (normal & 2)) << (((code >> 1) & 3) + normal);
-    f32x16 v = __builtin_convertvector((i32x16)twice, f32x16) * 0.5f;
-    return (f32x16)((u32x16)v | ((code & 8) << 28)) * scale;
+    const uvec normal = (uvec)((code & 6) != 0);
+    const uvec twice = ((code & 1) | (normal & 2)) << (((code >> 1) & 3) + normal);
+    const vec magnitude = __builtin_convertvector((ivec)twice, vec) * 0.5f;
+#endif
+    return (vec)((uvec)magnitude | ((code & 8) << 28)) * scale;
 #endif
 }
 
-/* The packed words of one chunk, zeros where the row ends; reads no byte beyond the row. */
-INLINE u32x16 packed_chunk(packed_row row, int64_t first, int64_t columns) {
+/* The packed bytes of one chunk, zeros where the row ends; reads no byte beyond the row. */
+INLINE const uint8_t *packed_chunk(packed_row row, int64_t first, int64_t columns,
+                                   uint8_t tail[CHUNK_BYTES]) {
     const uint8_t *from = row.weight + first / 2;
     __builtin_prefetch((const void *)((uintptr_t)from + PREFETCH_BYTES));
-    uint8_t tail[CHUNK_BYTES];
-    if (__builtin_expect(columns - first < CHUNK, 0)) {
-        memset(tail, 0, sizeof tail);
-        memcpy(tail, from, (size_t)(columns - first) / 2);
-        from = tail;
-    }
-    u32x16 words;
-    memcpy(&words, from, sizeof words);
-    return words;
+    if (__builtin_expect(columns - first >= CHUNK, 1))
+        return from;
+    memset(tail, 0, CHUNK_BYTES);
+    memcpy(tail, from, (size_t)(columns - first) / 2);
+    return tail;
 }
 
-/* Block scales of one chunk, by lane: 16 columns share one scale, a lane has 8; zeros at the end. */
-INLINE f32x16 chunk_scale(packed_row row, int64_t first, int64_t columns) {
-    f32x8 s = {0};
-    if (__builtin_expect(columns - first < CHUNK, 0))
-        memcpy(&s, row.scale + first / 16, (size_t)(columns - first) / 16 * sizeof(float));
-    else
-        memcpy(&s, row.scale + first / 16, sizeof s);
+/* The block scales of one chunk, zeros where the row ends. */
+INLINE const float *chunk_scales(packed_row row, int64_t first, int64_t columns,
+                                 float tail[CHUNK_SCALES]) {
+    if (__builtin_expect(columns - first >= CHUNK, 1))
+        return row.scale + first / 16;
+    memset(tail, 0, CHUNK_SCALES * sizeof *tail);
+    memcpy(tail, row.scale + first / 16, (size_t)(columns - first) / 16 * sizeof *tail);
+    return tail;
+}
+
+/* Block scale of every lane of a part: 16 columns share one, and a lane has 8. */
+INLINE vec lane_scales(const float *scales, int part) {
+    const float *from = scales + part * (WIDE / 2);
+#if WIDE == 16
+    vec8 s;
+    memcpy(&s, from, sizeof s);
     return __builtin_shufflevector(s, s, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+#elif WIDE == 8
+    vec4 s;
+    memcpy(&s, from, sizeof s);
+    return __builtin_shufflevector(s, s, 0, 0, 1, 1, 2, 2, 3, 3);
+#else
+    return (vec){from[0], from[0], from[1], from[1]};
+#endif
+}
+
+INLINE uvec lane_words(const uint8_t *chunk, int part) {
+    uvec words;
+    memcpy(&words, chunk + part * sizeof words, sizeof words);
+    return words;
 }
 
 /* Two rows (a, b) against a few tokens: sum_a[t * step] and sum_b[t * step]. `tokens` is a constant at
  * every call, so that the accumulators stay in registers. */
 INLINE void dot_block(packed_row a, packed_row b, int64_t columns, const float *x, int64_t x_stride,
                       const int tokens, float *sum_a, float *sum_b, int64_t step) {
-    f32x16 acc_a[TOKENS_MAX] = {{0}}, acc_b[TOKENS_MAX] = {{0}};
-    for (int64_t first = 0; first < columns; first += CHUNK) {
-        const u32x16 words_a = packed_chunk(a, first, columns);
-        const u32x16 words_b = packed_chunk(b, first, columns);
-        const f32x16 scale_a = chunk_scale(a, first, columns);
-        const f32x16 scale_b = chunk_scale(b, first, columns);
+    vec parts_a[TOKENS_MAX][PARTS], parts_b[TOKENS_MAX][PARTS];
+    for (int part = 0; part < PARTS; part++) {
+        vec acc_a[TOKENS_MAX] = {{0}}, acc_b[TOKENS_MAX] = {{0}};
+        for (int64_t first = 0; first < columns; first += CHUNK) {
+            uint8_t tail_a[CHUNK_BYTES], tail_b[CHUNK_BYTES];
+            float scales_a[CHUNK_SCALES], scales_b[CHUNK_SCALES];
+            const uvec words_a = lane_words(packed_chunk(a, first, columns, tail_a), part);
+            const uvec words_b = lane_words(packed_chunk(b, first, columns, tail_b), part);
+            const vec scale_a = lane_scales(chunk_scales(a, first, columns, scales_a), part);
+            const vec scale_b = lane_scales(chunk_scales(b, first, columns, scales_b), part);
+            const float *inputs = x + first + part * WIDE;
 #pragma GCC unroll 8
-        for (int k = 0; k < 8; k++) {
-            const f32x16 weight_a = decode(words_a, k, scale_a);
-            const f32x16 weight_b = decode(words_b, k, scale_b);
+            for (int k = 0; k < 8; k++) {
+                const vec weight_a = decode(words_a, k, scale_a);
+                const vec weight_b = decode(words_b, k, scale_b);
 #pragma GCC unroll 4
-            for (int t = 0; t < tokens; t++) {
-                const f32x16 input = load16(x + t * x_stride + first + k * LANES);
-                acc_a[t] = multiply_add(weight_a, input, acc_a[t]);
-                acc_b[t] = multiply_add(weight_b, input, acc_b[t]);
+                for (int t = 0; t < tokens; t++) {
+                    const vec input = load(inputs + t * x_stride + k * LANES);
+                    acc_a[t] = multiply_add(weight_a, input, acc_a[t]);
+                    acc_b[t] = multiply_add(weight_b, input, acc_b[t]);
+                }
             }
+        }
+#pragma GCC unroll 4
+        for (int t = 0; t < tokens; t++) {
+            parts_a[t][part] = acc_a[t];
+            parts_b[t][part] = acc_b[t];
         }
     }
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++) {
-        sum_a[t * step] = sum16(acc_a[t]);
-        sum_b[t * step] = sum16(acc_b[t]);
+        sum_a[t * step] = sum_lanes(parts_a[t]);
+        sum_b[t * step] = sum_lanes(parts_b[t]);
     }
 }
 
@@ -289,10 +365,14 @@ static void hidden_rows(const work *w, int64_t tokens) {
             }
         }
         for (int64_t t = 0; t < tokens; t++) {
-            f32x16 act = situ16(load16(g[t]) * scale_g, load16(u[t]) * scale_u);
-            f32x16 rounded = (f32x16)(bf16_round(act) << 16);
+            float h[LANES];
+            for (int64_t i = 0; i < LANES; i += WIDE) {
+                vec act = situ(load(&g[t][i]) * scale_g, load(&u[t][i]) * scale_u);
+                vec rounded = (vec)(bf16_round(act) << 16);
+                memcpy(&h[i], &rounded, sizeof rounded);
+            }
             for (int64_t i = 0; i < LANES; i++)
-                w->h[t * w->h_stride + deal_column(o + i)] = rounded[i];
+                w->h[t * w->h_stride + deal_column(o + i)] = h[i];
         }
     }
 }
@@ -314,10 +394,12 @@ static void output_rows(const work *w, int64_t tokens, const uint64_t *keys, uin
             }
         }
         for (int64_t t = 0; t < tokens; t++) {
-            u32x16 bits = bf16_round(load16(y[t]) * scale_y);
             uint16_t *row = out + pair_of(keys[t]) * latent + o;
-            for (int64_t i = 0; i < LANES; i++)
-                row[i] = (uint16_t)bits[i];
+            for (int64_t i = 0; i < LANES; i += WIDE) {
+                uvec bits = bf16_round(load(&y[t][i]) * scale_y);
+                for (int64_t j = 0; j < WIDE; j++)
+                    row[i + j] = (uint16_t)bits[j];
+            }
         }
     }
 }
