@@ -181,7 +181,7 @@ def init(
     checkpoint must be readable for it.
     """
     from services.pod.checkpoint import prepare_from
-    from services.pod.layout import PodPaths
+    from services.pod.layout import PodPaths, unit_of
     from services.pod.prepare import PodPlan
 
     plan = PodPlan(
@@ -197,8 +197,7 @@ def init(
     layout = prepare_from(
         PodPaths.system(root.resolve()), plan, say=lambda line: click.echo(f"k3: {line}", err=True)
     )
-    sparks_units = " ".join(
-        f"k3-spark@{node.name}.service" for node in layout.nodes if node.tier == "spark"
-    )
+    units = ["k3-pod.target", "k3-station.service"]
+    units += [unit_of(node.name, node.tier) for node in layout.nodes]
     click.echo(f"settings in {layout.paths.config}, banks in {layout.paths.banks}")
-    click.echo(f"next: systemctl enable {sparks_units} && systemctl start k3-pod.target".strip())
+    click.echo(f"next: systemctl enable {' '.join(units)} && systemctl start k3-pod.target")

@@ -17,10 +17,6 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = Path(os.environ.get("K3_CK", ROOT / "services" / "demo_model" / "checkpoint"))
-    Path(os.environ["K3_CK"])
-    if "K3_CK" in os.environ
-    else Path(os.environ.get("K3_CK", ROOT / "services" / "demo_model" / "checkpoint"))
-)
 READY = re.compile(r"ready: (http://[^/\s]+)")
 START_S = 60.0
 STOP_S = 15.0
@@ -74,7 +70,8 @@ class Pod:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
             except (OSError, ValueError):
                 continue
-            if parent == self.process.pid:
+            # between fork and exec, and as a zombie, a child has no command line of its own
+            if parent == self.process.pid and len(words) > 3 and words[1] == "-m":
                 found[child_name(words)] = int(entry.name)
         return found
 
@@ -122,8 +119,8 @@ def running(
     process = start(state, *options, env=env, checkpoint=checkpoint)
     try:
         pod = Pod(process, _ready_url(process), state)
-        yield pod
-        pod.client.close()
+        with pod.client:
+            yield pod
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
