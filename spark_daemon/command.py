@@ -40,9 +40,6 @@ def node_command(kind: Kind, *, default_name: str | None = None) -> click.Comman
     @click.option("--kernel", help="auto, cpu or reference. [auto]")
     @click.option("--spin-us", type=int, help="Poll this long before sleeping. [0]")
     @click.option("--pin/--no-pin", default=None, help="Lock the bank in memory. [--pin]")
-    @click.option(
-        "--die-with-parent", is_flag=True, default=None, help="End when the starting process ends."
-    )
     @click.pass_context
     def command(
         context: click.Context, /, name: str, config_path: Path | None, **overrides: object | None

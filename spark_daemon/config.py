@@ -38,7 +38,6 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kernel: Literal["auto", "cpu", "reference"] = "auto"
     fabric: Literal["shm"] = "shm"
     pin: bool = True
-    die_with_parent: bool = False
 
 
 def load(

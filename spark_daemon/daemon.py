@@ -31,7 +31,7 @@ from shared.io.bank_file import BankFile, load_arena
 from shared.io.fabric import Fabric
 from shared.io.fabric_shm import ShmFabric
 from shared.io.link import NodeLink, connect
-from shared.io.process import PARENT_VARIABLE, die_with_parent, tie_to_parent
+from shared.io.process import tie_to_parent
 from shared.io.systemd import Notifier, watchdog_interval_us
 from shared.kernels.expert import select_kernel
 from spark_daemon import config as configs
@@ -70,7 +70,7 @@ def main(
     failure: ExceptionGroup[Exception] | None = None
     try:
         config = configs.load(kind, name, path=config_path, overrides=overrides)
-        _tie(config, environ)
+        tie_to_parent(environ)
         _serve(config, environ, log)
     except MeshError as error:
         failure = ExceptionGroup("node", [error])
@@ -99,12 +99,6 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield from _leaves(error)
         else:
             yield error
-
-
-def _tie(config: NodeConfig, environ: Mapping[str, str]) -> None:
-    if config.die_with_parent and PARENT_VARIABLE not in environ:
-        die_with_parent(os.getppid())
-    tie_to_parent(environ)
 
 
 def _serve(config: NodeConfig, environ: Mapping[str, str], log: FilteringBoundLogger) -> None:

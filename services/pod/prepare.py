@@ -38,7 +38,7 @@ class PodPlan:
     on_miss: Literal["exact", "fail"] = "exact"
     dtype: Literal["float32", "bfloat16"] = "float32"
     spin_us: int = 0
-    die_with_parent: bool = False
+    pin: bool = True
 
 
 def prepare(
@@ -178,7 +178,7 @@ def _node_settings(
         "station_key": paths.seen(paths.keys / f"{STATION}{keys.PUBLIC_SUFFIX}"),
         "node_key": paths.secret_key(name, unit_of(name, tier)),
         "spin_us": plan.spin_us,
-        "die_with_parent": plan.die_with_parent,
+        "pin": plan.pin,
     }
 
 

@@ -80,7 +80,7 @@ def _prepare(options: UpOptions, port: int, control_port: int) -> PodLayout:
         on_miss=options.on_miss,
         dtype=options.dtype,
         spin_us=options.spin_us,
-        die_with_parent=True,
+        pin=False,  # a laptop's limit of locked memory is small, and its swap is nobody's p99
     )
     return prepare_from(PodPaths.embedded(options.state_dir.resolve()), plan, say=_say)
 

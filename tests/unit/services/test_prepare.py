@@ -233,7 +233,7 @@ def test_a_pod_for_systemd_is_seen_from_its_own_root(tmp_path: Path) -> None:
         assert (tmp_path / config.bank.lstrip("/")).is_file()
         unit = units[node.name]
         assert config.node_key == f"/run/credentials/{unit}.service/{node.name}.key_secret"
-        assert not config.die_with_parent
+        assert config.pin
     outside = [path for path in tmp_path.iterdir() if path.name not in ("etc", "var")]
     assert outside == []
 

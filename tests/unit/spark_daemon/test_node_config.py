@@ -326,5 +326,5 @@ def test_the_command_has_help_with_an_example() -> None:
         env={**os.environ, "COLUMNS": "100"},
     )
 
-    for part in ("NAME", "Example: k3-spark", "78", "--no-pin", "--die-with-parent"):
+    for part in ("NAME", "Example: k3-spark", "78", "--no-pin"):
         assert part in done.stdout

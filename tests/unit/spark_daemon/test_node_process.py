@@ -386,13 +386,14 @@ def heard(manager: socket.socket) -> str:
 
 
 def test_an_orphan_ends(home: Home, tmp_path: Path) -> None:
-    """Case Z9: with --die-with-parent a node does not outlive the process that started it."""
-    command = home.command("tcp://127.0.0.1:1", "--die-with-parent")
+    """Case Z9: a node does not outlive the process that K3_PARENT_PID ties it to."""
+    command = home.command("tcp://127.0.0.1:1")
     log = tmp_path / "orphan.log"
     parent = (
-        "import json, subprocess, sys, time, pathlib\n"
+        "import json, os, subprocess, sys, time, pathlib\n"
         "log = pathlib.Path(sys.argv[2])\n"
-        "child = subprocess.Popen(json.loads(sys.argv[1]), stderr=log.open('w'))\n"
+        "env = {**os.environ, 'K3_PARENT_PID': str(os.getpid())}\n"
+        "child = subprocess.Popen(json.loads(sys.argv[1]), stderr=log.open('w'), env=env)\n"
         "while 'bank_loaded' not in log.read_text(): time.sleep(0.01)\n"
         "print(child.pid)\n"
     )
