@@ -33,7 +33,7 @@ from shared.io.fabric_shm import ShmFabric
 from shared.io.link import NodeLink, connect
 from shared.io.process import tie_to_parent
 from shared.io.systemd import Notifier, watchdog_interval_us
-from shared.kernels.expert import select_kernel
+from shared.kernels.select import select_kernel
 from spark_daemon import config as configs
 from spark_daemon.config import Kind, NodeConfig
 from spark_daemon.executor import BankIndex, Executor

@@ -21,7 +21,8 @@ from shared.core.ring_layout import RingShape
 from shared.core.wire import ToNode, ToStation
 from shared.io.fabric_shm import ShmFabric
 from shared.io.link_station import StationLink
-from shared.kernels.expert import ExpertKernel, select_kernel
+from shared.kernels.expert import ExpertKernel
+from shared.kernels.select import select_kernel
 from station import epoch_file, faults
 from station.admission import Admission
 from station.config import StationConfig
@@ -125,12 +126,24 @@ def load_placement(path: Path, checkpoint: Checkpoint) -> Placement:
 
 
 def ring_shape(config: StationConfig, placement: Placement) -> RingShape:
-    """Ring geometry of every lease; a token's pairs must fit one dispatch."""
+    """Ring geometry of every lease: a token's pairs fit one dispatch, all requests one ring.
+
+    A ring that busy requests alone could fill would look like a node that is behind.
+    """
     top_k = placement.shape.top_k
+    limits = config.limits
     if config.ring.max_rows < top_k:
         raise ConfigError(
             f"ring.max_rows is {config.ring.max_rows}, a token needs {top_k}: raise it to at least "
             f"{top_k}"
+        )
+    chunk_tokens = min(config.ring.max_tokens, config.ring.max_rows // top_k)
+    needed = limits.active * -(-limits.prefill_tokens // chunk_tokens)
+    if config.ring.slots < needed:
+        raise ConfigError(
+            f"ring.slots is {config.ring.slots}: {limits.active} requests that each read "
+            f"{limits.prefill_tokens} tokens may need {needed} slots at one node; raise ring.slots "
+            "or ring.max_rows, or lower limits.active or limits.prefill_tokens"
         )
     return RingShape(
         slots=config.ring.slots,

@@ -1,4 +1,4 @@
-"""What an expert kernel is: the definition of one row, the guard of a call, the choice of a kernel.
+"""What an expert kernel is: the definition of one row and the guard of a call.
 
 Owns the arithmetic that every implementation must reproduce and the checks at the edge of a call.
 Must not know banks, slots, placements or torch.
@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shared.core.errors import ConfigError, LocalProtocolError
+from shared.core.errors import LocalProtocolError
 from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape
 
@@ -55,30 +55,6 @@ class ExpertKernel(Protocol):
         Bank row -1 gives a row of zeros. Raises LocalProtocolError, before anything is written,
         when an array does not fit or an index is out of range.
         """
-
-
-def select_kernel(shape: ExpertShape, name: str = "auto") -> ExpertKernel:
-    """Make the kernel `name`: "cpu" (native), "reference" (numpy, slow) or "auto".
-
-    "auto" is "cpu" where the native module was built, else "reference": look at the kernel's name.
-    Raises ConfigError for an unknown name, or for "cpu" without the native module.
-    """
-    if name not in ("auto", "cpu", "reference"):
-        raise ConfigError(f"kernel {name!r} is not known: use auto, cpu or reference")
-    if name != "reference":
-        try:
-            from shared.kernels.cpu import CpuKernel
-
-            return CpuKernel(shape)
-        except ImportError as error:
-            if name == "cpu":
-                raise ConfigError(
-                    f"kernel cpu needs the native module, which was not built here ({error}): "
-                    "install a C compiler and run `pip install .` again, or use kernel reference"
-                ) from error
-    from shared.kernels.reference import ReferenceKernel
-
-    return ReferenceKernel(shape)
 
 
 def checked_layout(shape: ExpertShape) -> RecordLayout:

@@ -35,7 +35,8 @@ from shared.io.fabric import TIMED_OUT, RemoteRegion, Watch
 from shared.io.fabric_shm import ShmFabric, ShmRegion
 from shared.io.link import Peer, StationLink, listen
 from shared.kernels.codecs import nvfp4_encode, nvfp4_scale_2
-from shared.kernels.expert import ExpertKernel, select_kernel
+from shared.kernels.expert import ExpertKernel
+from shared.kernels.select import select_kernel
 
 MODEL = ModelShape(3, 1, 8, 2, ExpertShape(latent=32, width=48))
 RING = RingShape(slots=4, max_tokens=8, max_rows=32, latent=MODEL.expert.latent)
@@ -47,6 +48,7 @@ class TinyExperts:
     """A checkpoint of random NVFP4 experts."""
 
     digest = "tiny-model"
+    layout = RecordLayout(MODEL.expert)
 
     def expert_record(self, layer: int, expert: int) -> bytes:
         """The record of one expert; a function of (layer, expert)."""
@@ -64,6 +66,16 @@ class TinyExperts:
             parts += [packed.tobytes(), scale.tobytes()]
             scales.append(np.float32(scale_2).tobytes())
         return b"".join([*parts, *scales, np.ones(3, np.float32).tobytes()])
+
+    def read_expert_record(self, layer: int, expert: int, buffer: memoryview) -> None:
+        """The same into a buffer."""
+        buffer[:] = self.expert_record(layer, expert)
+
+    def stored_hash(self, layer: int, expert: int) -> None:
+        """Records are stored as they are."""
+
+    def release(self, layer: int, expert: int) -> None:
+        """Nothing is cached."""
 
 
 def tiny_placement(model_digest: str = TinyExperts.digest) -> Placement:

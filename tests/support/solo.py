@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shared.core.placement import balanced
-from shared.kernels.expert import select_kernel
+from shared.kernels.select import select_kernel
 from station.local_experts import LocalTier
 from station.model.checkpoint import Checkpoint
 from station.model.network import K3Text

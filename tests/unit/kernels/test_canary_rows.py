@@ -11,7 +11,7 @@ from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape
 from shared.kernels.canary import agrees, canary_activation, canary_row
 from shared.kernels.codecs import bf16_bits, bf16_float
-from shared.kernels.expert import select_kernel
+from shared.kernels.select import select_kernel
 from tests.support.expert_records import arena_of, expert_record, tensor
 
 SHAPE = ExpertShape(128, 128)

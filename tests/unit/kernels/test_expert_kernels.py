@@ -16,8 +16,9 @@ from shared.core.errors import ConfigError, LocalProtocolError
 from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape
 from shared.kernels.codecs import bf16_bits, bf16_float, nvfp4_decode
-from shared.kernels.expert import ExpertKernel, select_kernel
+from shared.kernels.expert import ExpertKernel
 from shared.kernels.reference import situ
+from shared.kernels.select import select_kernel
 from tests.support.expert_records import activations, arena_of, expert_record, tensor
 
 NAMES = ("cpu", "reference")

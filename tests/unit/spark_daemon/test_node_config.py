@@ -26,7 +26,7 @@ from shared.core.errors import (
     RemoteProtocolError,
 )
 from shared.core.ring_layout import RingShape
-from shared.kernels.expert import select_kernel
+from shared.kernels.select import select_kernel
 from spark_daemon import config, daemon
 from spark_daemon.canary import CanaryFailed, prove, prove_again
 from spark_daemon.executor import BankIndex, Executor
