@@ -37,6 +37,7 @@ from station.http.server import listen as listen_http
 from station.http.server import serve
 
 STOP_S: Final = 3.0
+GUARD_S: Final = 0.5
 
 
 @click.command(help="The coordinator of a pod. Example: k3-station --config /etc/k3/station.toml")
@@ -108,6 +109,7 @@ async def _serve(
         nodes = build_nodes(core, config, engine, link, log)
         pod = build_pod(core, config, engine, nodes, log)
         engine.start()
+        guard = background.create_task(_guard(engine), name="model_thread_guard")
         tasks = [
             background.create_task(nodes.run(), name="nodes"),
             background.create_task(_watchdog(pod, engine, notifier), name="watchdog"),
@@ -119,11 +121,19 @@ async def _serve(
             await serve(build_chat(core, pod, token, log), listener, stop=stop)
         finally:
             notifier.notify(STOPPING="1")
+            guard.cancel()
             engine.send(Stop())
             ended = await asyncio.to_thread(engine.join, STOP_S)
             for task in tasks:
                 task.cancel()
             log.info("station_stopped", model_thread_ended=ended)
+
+
+async def _guard(engine: Engine) -> None:
+    """End the Station when its model thread ended by itself: only a new process can serve again."""
+    while engine.is_alive:  # noqa: ASYNC110 - the death of a thread sets no event
+        await asyncio.sleep(GUARD_S)
+    raise MeshError("the model thread ended because of a bug, see the log: restart the Station")
 
 
 async def _watchdog(pod: Coordinator, engine: Engine, notifier: Notifier) -> None:

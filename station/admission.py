@@ -13,7 +13,8 @@ from shared.core.errors import LocalProtocolError, RequestError, RequestRefused
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of the Station's work."""
 
-    active: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    # one native wait watches at most 64 lanes
+    active: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
     waiting: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 32
     prefill_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
 

@@ -20,11 +20,10 @@ from shared.core.ring_layout import (
     Rows,
     Verdict,
     build_dispatch,
-    dispatch_bytes,
     parse_reply,
 )
 from shared.io import ring
-from shared.io.fabric import Region, RemoteRegion, Watch
+from shared.io.fabric import FabricError, Region, RemoteRegion, Watch
 from station.deadline import HopCurve
 from station.ledger import Positions
 from station.slots import SlotTable
@@ -47,12 +46,13 @@ class NodeStats:
         self.missed_layers = 0
         self.losses = 0
         self.last_loss = ""
-        self.queue_us = 0
+        self.answers = 0
+        self.queue_us = 0  # sum over answers, as the node reports it
         self.compute_us = 0
         self.hop = HopCurve()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
     """One dispatch in flight; `positions` are the layer's pairs it carries, in wire order."""
 
@@ -108,6 +108,8 @@ class NodeChannel:
         self.stats = stats
         self.in_doubt = False  # missed a deadline and has not answered since
         self._request_ring = request_ring
+        self._request_slot_bytes = shape.request_slot_bytes
+        self._reply_slot_bytes = shape.reply_slot_bytes
         self._kernel_id = kernel_id
         self._slots = SlotTable(shape.slots)
         self._late: dict[int, Ticket] = {}
@@ -124,13 +126,17 @@ class NodeChannel:
         activations: Rows,
         budget_us: int,
     ) -> Ticket | None:
-        """Write a dispatch; None when every slot is taken (the node is far behind)."""
+        """Write a dispatch; None when every slot is taken (the node is far behind).
+
+        FabricError when the node's ring cannot be written; the slot is free again then.
+        """
         self.reap()
         taken = self._slots.acquire()
         if taken is None:
             return None
         slot, generation = taken
         ticket = Ticket(number, self, slot, generation, positions, pairs, self._now_us())
+        payload = build_dispatch(pairs, activations)
         header = Header(
             layer=layer,
             epoch=self.epoch,
@@ -138,16 +144,25 @@ class NodeChannel:
             ticket=number,
             tokens=len(activations),
             rows=len(pairs),
-            payload_bytes=dispatch_bytes(len(activations), len(pairs), self.shape.latent),
+            payload_bytes=len(payload),
             time_us=budget_us,
             compute_us=0,
             kernel_id=self._kernel_id,
         )
-        payload = build_dispatch(pairs, activations)
-        slot_bytes = self.shape.request_slot_bytes
-        ring.send(self._request_ring, self.shape, slot, slot_bytes, header, payload)
+        try:
+            ring.send(
+                self._request_ring, self.shape, slot, self._request_slot_bytes, header, payload
+            )
+        except FabricError:
+            self._slots.release(slot)
+            raise
         self.stats.dispatches += 1
         return ticket
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the ring is full of dispatches that nobody waits for any more."""
+        return self._slots.is_all_abandoned
 
     def has_rung(self, ticket: Ticket) -> bool:
         """Whether the reply's bell shows; a wake-up, not a proof."""
@@ -164,6 +179,7 @@ class NodeChannel:
             if isinstance(answer, Answer):
                 self._slots.release(ticket.slot)
                 self.stats.hop.observe(self._now_us() - ticket.posted_us)
+                self.stats.answers += 1
                 self.stats.queue_us += answer.queue_us
                 self.stats.compute_us += answer.compute_us
                 return answer
@@ -194,13 +210,14 @@ class NodeChannel:
         """Fence: deregister the reply ring first, so nothing the node still writes is seen."""
         self.reply_ring.close()
         self._request_ring.close()
+        self._late.clear()  # tickets know their channel: a cycle would keep the rings' memory
 
     def _read(self, ticket: Ticket) -> Answer | Verdict:
         frame = ring.receive(
             self.reply_ring,
             self.shape,
             ticket.slot,
-            self.shape.reply_slot_bytes,
+            self._reply_slot_bytes,
             epoch=self.epoch,
             generation=ticket.generation,
         )
@@ -210,7 +227,7 @@ class NodeChannel:
         if header.ticket != ticket.number or header.kernel_id != self._kernel_id:
             return Verdict.STALE_GENERATION
         parsed = parse_reply(header, frame.payload, self.shape.latent)
-        if parsed is None or not np.array_equal(parsed[0], ticket.pairs):
+        if parsed is None or parsed[0].tobytes() != ticket.pairs.tobytes():
             return Verdict.CORRUPT
         _, status, values = parsed
         return Answer(values, status, header.time_us, header.compute_us)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -75,15 +76,14 @@ class Coordinator:
         self._now_us = now_us
         self._log = log
         self._progress = (0, now_us())
-        self._was_complete = False
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See ChatBackend."""
         check_length(len(request.prompt_ids), request.max_tokens, self.context_length)
         self._admission.enter()
         try:
-            async with self._slots:
-                async for event in self._run(request):
+            async with self._slots, aclosing(self._run(request)) as events:
+                async for event in events:
                     yield event
         finally:
             self._admission.leave()
@@ -98,10 +98,9 @@ class Coordinator:
             return False, "the model thread has ended"
         missing = self.nodes.missing()
         if not missing:
-            self._was_complete = True
             return True, "ready"
         names = ", ".join(missing)
-        if self._was_complete and self._path.on_miss == "exact":
+        if self.nodes.was_complete and self._path.on_miss == "exact":
             return True, f"degraded but exact: the cold store serves {names}"
         return False, f"waiting for {names}"
 
@@ -173,6 +172,7 @@ class Coordinator:
                         return
                     case Token():
                         tokens += 1
+                        self.totals.tokens += 1
                         yield event
                     case Finished():
                         ended = True  # whether or not the caller comes back for the end
@@ -184,7 +184,6 @@ class Coordinator:
                         )
                         yield event
         finally:
-            self.totals.tokens += tokens
             self.totals.cold_rows += lane.cold_rows
             if not ended:
                 self._engine.send(Cancel(request.request_id))

@@ -25,6 +25,11 @@ class DeadlinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     floor_us: Annotated[int, msgspec.Meta(ge=100, le=60_000_000)] = 250_000
     ceiling_us: Annotated[int, msgspec.Meta(ge=100, le=600_000_000)] = 2_000_000
 
+    def __post_init__(self) -> None:
+        """A floor above the ceiling would silently not be one."""
+        if self.floor_us > self.ceiling_us:
+            raise ValueError(f"floor_us {self.floor_us} is above ceiling_us {self.ceiling_us}")
+
 
 class HopCurve:
     """Sliding window of one node's hops, and its quantiles."""

@@ -4,6 +4,7 @@ Theory. One thread owns the model, the places and every ring. Lanes are generato
 for rows another uses the model; when all wait, the thread sleeps in the fabric's native wait until
 a lane's bells have all rung, the earliest deadline, or an interrupt. The event loop is on no
 layer's path: it sends commands in (start, cancel, attach, detach, stop) and gets tokens out.
+However the thread ends, every lane it was ever given hears of it, those sent too late included.
 Decisions are the lanes' and the expert path's; this file only schedules.
 """
 
@@ -18,13 +19,14 @@ from typing import Final, TypeAlias, assert_never
 
 import torch
 
-from shared.core.errors import MeshError
+from shared.core.errors import MeshError, RequestRefused
 from shared.io.fabric import Fabric
 from station.channel import NodeChannel
 from station.lane import Lane
 from station.places import Places
 
 IDLE_WAIT_US: Final = 1_000_000
+RETRY_AFTER_S: Final = 5  # what a client is told that meets a Station about to restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,13 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the thread; running lanes are cancelled."""
+    """End the thread; running lanes end with an error."""
 
 
 Command: TypeAlias = Start | Cancel | Attach | Detach | Stop
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     lane: Lane
     done: Callable[[MeshError | None], None]
@@ -91,6 +93,8 @@ class Engine:
         self._torch_threads = torch_threads
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._running: deque[_Running] = deque()
+        self._ending = threading.Lock()  # between the last command taken and the end
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="k3-model", daemon=True)
         self.progress = 0  # resumes of lanes; moves whenever work moves
         self.active = 0
@@ -103,10 +107,14 @@ class Engine:
         """Queue a command and wake the thread; callable from any thread.
 
         The queue is as long as the callers' own bounds: admission limits requests, leases limit
-        attachments.
+        attachments. After the thread's end a command is answered here and now.
         """
-        self._commands.put(command)
-        self._fabric.interrupt()
+        with self._ending:
+            if not self._ended:
+                self._commands.put(command)
+                self._fabric.interrupt()
+                return
+        _refuse(command)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end; False when it did not in time."""
@@ -119,14 +127,27 @@ class Engine:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._torch_threads)
-        with torch.inference_mode():
-            while self._obey():
-                due = self._due()
-                if due is None:
-                    self._wait()
-                else:
-                    self._resume(due)
+        try:
+            torch.set_num_threads(self._torch_threads)
+            with torch.inference_mode():
+                while self._obey():
+                    due = self._due()
+                    if due is None:
+                        self._wait()
+                    else:
+                        self._resume(due)
+        except Exception as error:  # noqa: BLE001 - supervision point: the thread ends, and says so
+            self._on_bug("", error)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        with self._ending:
+            self._ended = True
+        for running in list(self._running):
+            self._end(running, _stopping())
+        while not self._commands.empty():
+            _refuse(self._commands.get_nowait())
         self._places.close()
 
     def _obey(self) -> bool:
@@ -149,8 +170,6 @@ class Engine:
                     if current is not None and current.epoch == epoch:
                         self._places.detach(place)
                 case Stop():
-                    for running in list(self._running):
-                        self._end(running, None)
                     return False
                 case _:
                     assert_never(command)
@@ -195,7 +214,27 @@ class Engine:
             self._end(running, MeshError(f"{lane.request.request_id}: internal error, see the log"))
 
     def _end(self, running: _Running, error: MeshError | None) -> None:
-        running.lane.walk.close()
         self._running.remove(running)
         self.active = len(self._running)
+        try:
+            running.lane.walk.close()
+        except Exception as bug:  # noqa: BLE001 - supervision point: as in _resume
+            self._on_bug(running.lane.request.request_id, bug)
         running.done(error)
+
+
+def _stopping() -> RequestRefused:
+    return RequestRefused("the Station is stopping", retry_after_s=RETRY_AFTER_S)
+
+
+def _refuse(command: Command) -> None:
+    """Answer a command that the thread will not see any more."""
+    match command:
+        case Start(done=done):
+            done(_stopping())
+        case Attach(channel=channel):
+            channel.close()
+        case Cancel() | Detach() | Stop():
+            pass
+        case _:
+            assert_never(command)

@@ -18,9 +18,17 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shared.core.errors import DeadlineExceeded, LayerFailed, NodeLost, Refused, RowCorrupt
+from shared.core.errors import (
+    DeadlineExceeded,
+    LayerFailed,
+    MeshError,
+    NodeLost,
+    Refused,
+    RowCorrupt,
+)
 from shared.core.ring_layout import Rows, RowStatus
-from station.channel import NodeChannel, Ticket
+from shared.io.fabric import FabricError
+from station.channel import Answer, NodeChannel, Ticket
 from station.deadline import DeadlinePolicy, budget_us
 from station.faults import Faults
 from station.ledger import LayerLedger, Positions, WorkKey
@@ -30,6 +38,9 @@ from station.split import chunks, local_tokens, split
 
 OnMiss: TypeAlias = Literal["exact", "fail"]
 _EXPONENT: Final = 0x7F80  # all exponent bits set in a bf16: infinity or NaN
+_MAGNITUDE: Final = 0x7FFF  # all bits but the sign
+_OK: Final = RowStatus.OK.value
+_NOT_FINITE: Final = RowStatus.NOT_FINITE.value
 
 
 class Waiting(NamedTuple):
@@ -43,6 +54,7 @@ class Cause(Enum):
     """Why a pair did not come from its home."""
 
     NODE_LOST = "node lost"
+    UNREACHABLE = "its ring cannot be written"
     NODE_BEHIND = "no free slot"
     DEADLINE = "deadline exceeded"
     CORRUPT = "rows corrupt or not finite"
@@ -51,6 +63,7 @@ class Cause(Enum):
 
 _FAILURE: Final[dict[Cause, type[LayerFailed]]] = {
     Cause.NODE_LOST: NodeLost,
+    Cause.UNREACHABLE: NodeLost,
     Cause.NODE_BEHIND: DeadlineExceeded,
     Cause.DEADLINE: DeadlineExceeded,
     Cause.CORRUPT: RowCorrupt,
@@ -156,6 +169,7 @@ class _LayerRun:
         self.opened_us = path.now_us()
         self.deadline_us = self.opened_us
         self._local: list[tuple[int, Positions]] = []
+        self._blamed: set[NodeChannel] = set()
         self._top_k = work.ids.shape[1]
 
     def post(self) -> None:
@@ -185,32 +199,31 @@ class _LayerRun:
             experts = self.ledger.experts(positions)
             tokens = positions // self._top_k
             rows = tier.rows(self.work.key.layer, experts, tokens, self.work.activations)
-            good = _finite(rows)
-            self._account(place, positions[good], rows[good])
-            self.path.places.stats[place].rows += int(good.sum())
-            if not good.all():
+            if not _all_finite(rows):
+                good = _finite(rows)
                 self.orphans.append(Orphans(place, positions[~good], Cause.CORRUPT))
+                positions, rows = positions[good], rows[good]
+            self._account(place, positions, rows)
+            self.path.places.stats[place].rows += len(positions)
         self.work.times.local_us += self.path.now_us() - began_us
 
     def collect(self) -> None:
         """Take what has come; give up on what is lost or too late."""
         late = self.path.now_us() >= self.deadline_us
-        waiting: list[Ticket] = []
-        for ticket in self.tickets:
+        for ticket in tuple(self.tickets):
             channel = ticket.channel
-            if not self.path.places.is_open(channel):
-                self.orphans.append(Orphans(channel.place, ticket.positions, Cause.NODE_LOST))
-            elif channel.has_rung(ticket):
+            is_open = self.path.places.is_open(channel)
+            has_rung = is_open and channel.has_rung(ticket)
+            if is_open and not has_rung and not late:
+                continue
+            # forgotten first: whatever happens next, its slot is not given back a second time
+            self.tickets.remove(ticket)
+            if has_rung:
                 self._take(ticket)
-            elif late:
-                channel.abandon(ticket)
-                channel.stats.missed_layers += 1
-                channel.in_doubt = True
-                self.path.report(NodeReport(channel.node, channel.epoch, missed=True))
-                self.orphans.append(Orphans(channel.place, ticket.positions, Cause.DEADLINE))
+            elif is_open:
+                self._give_up(ticket)
             else:
-                waiting.append(ticket)
-        self.tickets = waiting
+                self.orphans.append(Orphans(channel.place, ticket.positions, Cause.NODE_LOST))
 
     def settle_orphans(self) -> None:
         """Apply the policy to pairs whose home will not answer."""
@@ -233,30 +246,52 @@ class _LayerRun:
             positions, self._top_k, max_rows=shape.max_rows, max_tokens=shape.max_tokens
         ):
             tokens, index = local_tokens(piece, self._top_k)
+            every = self.work.activations
+            activations = every if len(tokens) == len(every) else every[tokens]
             pairs = np.empty((len(piece), 2), np.uint16)
             pairs[:, 0] = index
             pairs[:, 1] = self.ledger.experts(piece)
-            ticket = channel.post(
-                self.path.take_ticket(),
-                self.work.key.layer,
-                piece,
-                pairs,
-                self.work.activations[tokens],
-                budget,
-            )
-            if ticket is None:
-                self.orphans.append(Orphans(channel.place, piece, Cause.NODE_BEHIND))
-            else:
+            try:
+                ticket = channel.post(
+                    self.path.take_ticket(),
+                    self.work.key.layer,
+                    piece,
+                    pairs,
+                    activations,
+                    budget,
+                )
+            except FabricError:
+                self._blame(channel)
+                self.orphans.append(Orphans(channel.place, piece, Cause.UNREACHABLE))
+                continue
+            if ticket is not None:
                 self.tickets.append(ticket)
+                continue
+            self.orphans.append(Orphans(channel.place, piece, Cause.NODE_BEHIND))
+            if channel.is_silent:  # else what is in flight will tell
+                self._blame(channel)
 
     def _take(self, ticket: Ticket) -> None:
         channel = ticket.channel
         answer = channel.take(ticket)
         if answer is None:
+            self._blame(channel)
             self.orphans.append(Orphans(channel.place, ticket.positions, Cause.CORRUPT))
             return
-        good = answer.status == RowStatus.OK.value
-        bad_values = ~good & (answer.status == RowStatus.NOT_FINITE.value)
+        self._keep(ticket, answer)
+        if channel.in_doubt:
+            channel.in_doubt = False
+            self.path.report(NodeReport(channel.node, channel.epoch, missed=False))
+
+    def _keep(self, ticket: Ticket, answer: Answer) -> None:
+        """Account what is good in a verified reply; the rest is orphaned."""
+        channel = ticket.channel
+        if not answer.status.any() and _all_finite(answer.rows):
+            self._account(channel.place, ticket.positions, answer.rows)
+            channel.stats.rows += len(ticket.positions)
+            return
+        good = answer.status == _OK
+        bad_values = ~good & (answer.status == _NOT_FINITE)
         bad_values |= good & ~_finite(answer.rows)
         refused = ~good & ~bad_values
         kept = good & ~bad_values
@@ -270,9 +305,23 @@ class _LayerRun:
                 else:
                     channel.stats.refused_rows += count
                 self.orphans.append(Orphans(channel.place, ticket.positions[mask], cause))
-        if channel.in_doubt:
-            channel.in_doubt = False
-            self.path.report(NodeReport(channel.node, channel.epoch, missed=False))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """The deadline passed without this reply."""
+        channel = ticket.channel
+        channel.abandon(ticket)
+        if self._blame(channel):
+            channel.stats.missed_layers += 1
+        self.orphans.append(Orphans(channel.place, ticket.positions, Cause.DEADLINE))
+
+    def _blame(self, channel: NodeChannel) -> bool:
+        """Report a culprit, once per layer however many dispatches it failed; whether it did."""
+        if channel in self._blamed:
+            return False
+        self._blamed.add(channel)
+        channel.in_doubt = True
+        self.path.report(NodeReport(channel.node, channel.epoch, missed=True))
+        return True
 
     def _compute_cold(self, orphan: Orphans) -> None:
         positions = self.ledger.pending_of(orphan.positions)
@@ -281,11 +330,17 @@ class _LayerRun:
         began_us = self.path.now_us()
         experts = self.ledger.experts(positions)
         tokens = positions // self._top_k
-        rows = self.path.cold_store.rows(
-            self.work.key.layer, experts, tokens, self.work.activations
-        )
-        if not _finite(rows).all():
-            raise self._failure(orphan.place, positions, Cause.CORRUPT)
+        try:
+            rows = self.path.cold_store.rows(
+                self.work.key.layer, experts, tokens, self.work.activations
+            )
+        except MeshError as error:
+            raise self._failure(
+                orphan.place, positions, orphan.cause, f"; the cold store cannot help: {error}"
+            ) from error
+        good = _finite(rows)
+        if not good.all():
+            raise self._failure(orphan.place, positions[~good], Cause.CORRUPT)
         self._account(orphan.place, positions, rows)
         self.path.places.stats[orphan.place].cold_rows += len(positions)
         self.work.cold_rows += len(positions)
@@ -293,12 +348,17 @@ class _LayerRun:
 
     def _account(self, place: int, positions: Positions, rows: Rows) -> None:
         delivery = self.ledger.account(positions)
+        if not delivery.duplicates:
+            self.out[positions] = rows
+            return
         self.out[positions[delivery.accepted]] = rows[delivery.accepted]
         self.path.places.stats[place].duplicate_rows += delivery.duplicates
 
-    def _failure(self, place: int, positions: Positions, cause: Cause) -> LayerFailed:
+    def _failure(
+        self, place: int, positions: Positions, cause: Cause, detail: str = ""
+    ) -> LayerFailed:
         return _FAILURE[cause](
-            f"{self.work.key.request_id}: {cause.value}",
+            f"{self.work.key.request_id}: {cause.value}{detail}",
             node=self.path.places.name(place),
             layer=self.work.key.layer,
             experts=sorted({int(expert) for expert in self.ledger.experts(positions)}),
@@ -310,3 +370,8 @@ def _finite(rows: Rows) -> npt.NDArray[np.bool_]:
     """Per row of uint16 [R, latent] (bf16 bits): no infinity, no NaN."""
     good: npt.NDArray[np.bool_] = ((rows & _EXPONENT) != _EXPONENT).all(axis=1)
     return good
+
+
+def _all_finite(rows: Rows) -> bool:
+    """Whether no value of uint16 [R, latent] (bf16 bits) is infinite or NaN; one pass."""
+    return not rows.size or int((rows & _MAGNITUDE).max()) < _EXPONENT

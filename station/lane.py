@@ -51,7 +51,7 @@ class StepTimes:
         self.combine_us += combine_us
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lane:
     """One running request."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ class PairState(IntEnum):
 
     PENDING = 0
     ACCOUNTED = 1
+
+
+_PENDING: Final = int(PairState.PENDING)  # numpy compares with an int ten times faster
+_ACCOUNTED: Final = int(PairState.ACCOUNTED)
 
 
 class WorkKey(NamedTuple):
@@ -52,7 +56,7 @@ class LayerLedger:
         if ids.size == 0 or (ordered[:, 1:] == ordered[:, :-1]).any():
             raise LocalProtocolError(f"{key}: a layer opens with distinct experts per token")
         self.key = key
-        self._ids = ids
+        self._flat_ids = ids.reshape(-1)
         self._state = np.zeros(ids.size, np.uint8)
         self._pending = ids.size
 
@@ -64,26 +68,33 @@ class LayerLedger:
     @property
     def pending(self) -> Positions:
         """Flat positions that are still owed, ascending."""
-        return np.flatnonzero(self._state == PairState.PENDING)
+        return np.flatnonzero(self._state == _PENDING)
 
     def experts(self, positions: Positions) -> npt.NDArray[np.int64]:
         """Expert ids at flat positions."""
-        return self._ids.reshape(-1)[positions]
+        return self._flat_ids[positions]
 
     def pending_of(self, positions: Positions) -> Positions:
         """Those of `positions` that are still owed."""
-        owed: Positions = positions[self._state[positions] == PairState.PENDING]
+        owed: Positions = positions[self._state[positions] == _PENDING]
         return owed
 
     def account(self, positions: Positions) -> Delivery:
         """Move pending positions to ACCOUNTED; each is accepted at most once, ever."""
-        if len(positions) and (positions.min() < 0 or positions.max() >= self._state.size):
+        if not len(positions):
+            return Delivery(np.zeros(0, np.bool_), 0)
+        ascends = bool((positions[1:] > positions[:-1]).all())
+        lowest, highest = (
+            (positions[0], positions[-1]) if ascends else (positions.min(), positions.max())
+        )
+        if lowest < 0 or highest >= self._state.size:
             raise LocalProtocolError(f"{self.key}: position outside the layer's pairs")
-        accepted = self._state[positions] == PairState.PENDING
-        first = np.zeros(len(positions), np.bool_)
-        first[np.unique(positions, return_index=True)[1]] = True
-        accepted &= first
+        accepted = self._state[positions] == _PENDING
+        if not ascends:  # ascending ones cannot repeat
+            first = np.zeros(len(positions), np.bool_)
+            first[np.unique(positions, return_index=True)[1]] = True
+            accepted &= first
         taken = positions[accepted]
-        self._state[taken] = PairState.ACCOUNTED
+        self._state[taken] = _ACCOUNTED
         self._pending -= len(taken)
         return Delivery(accepted, len(positions) - len(taken))

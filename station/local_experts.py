@@ -89,11 +89,12 @@ class ColdStore:
         if key in self._row:
             self._row.move_to_end(key)
             return self._row[key]
+        # read before anything is evicted: a read that fails must not cost a row of the arena
+        record = self._source.expert_record(layer, expert)
         if len(self._row) < len(self._arena):
             row = len(self._row)
         else:
             _, row = self._row.popitem(last=False)
-        record = self._source.expert_record(layer, expert)
         self._arena[row, : len(record)] = np.frombuffer(record, np.uint8)
         self._row[key] = row
         self.records_read += 1

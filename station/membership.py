@@ -57,7 +57,7 @@ class NodeEnded:
 
 @dataclass(frozen=True, slots=True)
 class LayerMissed:
-    """A node was the culprit of a missed deadline."""
+    """A node was the culprit of a layer: late, damaged or unreachable."""
 
     node: str
     epoch: int
@@ -190,6 +190,11 @@ class Membership:
             )
         if placed is None:
             return refuse("placement_invalid", f"the placement has no node {hello.sender!r}")
+        if placed.tier == "hbm" or not placed.rows:
+            return refuse(
+                "placement_invalid",
+                f"the placement gives node {hello.sender} no experts that a node could serve",
+            )
         if placed.tier != hello.tier:
             return refuse(
                 "placement_invalid",
@@ -247,7 +252,8 @@ class Membership:
         self.misses[node] = self.misses.get(node, 0) + 1
         if self.misses[node] < MISSES_TO_LOSE:
             return []
-        return self._end(node, epoch, f"missed {MISSES_TO_LOSE} layer deadlines in a row")
+        reason = f"missed deadlines or sent damaged rows in {MISSES_TO_LOSE} layers in a row"
+        return self._end(node, epoch, reason)
 
     def _tick(self, now_us: int) -> list[Action]:
         actions: list[Action] = []

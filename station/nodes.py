@@ -2,6 +2,7 @@
 
 Runs on the event loop. Decides nothing: Membership says what to do, this file does it - registers
 reply rings, sends offers, judges canaries on a worker thread, attaches and fences channels.
+Nothing that a node sends may end this shell: it ends at most that node's lease.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from structlog.typing import FilteringBoundLogger
 
 from shared.core import lease as leases
+from shared.core.errors import MeshError
 from shared.core.record import RecordLayout
 from shared.core.ring_layout import RingShape
 from shared.core.wire import (
@@ -29,10 +31,11 @@ from shared.core.wire import (
     LeaseOffer,
     LeaseRevoked,
     NodeCounters,
+    RegionDescriptor,
     ToNode,
     ToStation,
 )
-from shared.io.fabric import Fabric, FabricError, Region, RemoteRegion
+from shared.io.fabric import AccessRefused, Fabric, FabricError, Region, RemoteRegion
 from shared.io.link_base import PeerUnreachable
 from shared.io.link_station import Peer, StationLink
 from shared.kernels import canary
@@ -103,12 +106,17 @@ class Nodes:
         """No node is known yet."""
         self._pending: dict[str, _Pending] = {}
         self._peers: dict[str, Peer] = {}
+        self._impostors: set[str] = set()
+        self._unjudged: dict[str, LeaseAccepted] = {}  # the latest of each node
+        self._has_unjudged = asyncio.Event()
         self.counters: dict[str, NodeCounters] = {}
+        self.was_complete = False  # every placed node has served at the same time
 
     async def run(self) -> None:
         """Serve the control plane until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive(), name="control")
+            tasks.create_task(self._judge_all(), name="canaries")
             tasks.create_task(self._departures(), name="departures")
             tasks.create_task(self._tick(), name="membership_tick")
 
@@ -118,12 +126,13 @@ class Nodes:
         return pending.pid if pending is not None else None
 
     def missing(self) -> list[str]:
-        """Names of placed nodes that do not serve; the Station's own tiers never miss."""
+        """Names of nodes that hold experts and do not serve; the Station's own never miss."""
         leases_of = self.membership.leases
         return [
             placed.name
             for place, placed in enumerate(self.membership.placement.nodes)
-            if place not in self.places.local
+            if placed.rows
+            and place not in self.places.local
             and (
                 (lease := leases_of.get(placed.name)) is None
                 or lease.state is not leases.LeaseState.SERVING
@@ -139,19 +148,36 @@ class Nodes:
         while True:
             peer, message = await self.link.receive()
             if message.sender != peer.name:
-                self.log.warning("sender_is_not_its_key", node=peer.name, claimed=message.sender)
+                self._note_impostor(peer, message.sender)
                 continue
             self._peers[peer.name] = peer
             match message:
                 case Hello():
                     self._apply(HelloCame(message, self.now_us()))
                 case LeaseAccepted():
-                    await self._judge(message)
+                    self._unjudged[peer.name] = message
+                    self._has_unjudged.set()
                 case Heartbeat(epoch=epoch, counters=counters):
                     self.counters[peer.name] = counters
                     self._apply(HeartbeatCame(peer.name, epoch, self.now_us()))
                 case Goodbye(epoch=epoch, reason=reason):
                     self._apply(NodeEnded(peer.name, epoch, f"goodbye: {reason}"))
+
+    def _note_impostor(self, peer: Peer, claimed: str) -> None:
+        if peer.name not in self._impostors:  # once per node: the log is not the node's to fill
+            self._impostors.add(peer.name)
+            self.log.warning("sender_is_not_its_key", node=peer.name, claimed=claimed)
+
+    async def _judge_all(self) -> None:
+        """Judge one canary after the other; heartbeats are read meanwhile, however slow the disk.
+
+        Bounded: one entry per node of the allow-list.
+        """
+        while True:
+            await self._has_unjudged.wait()
+            self._has_unjudged.clear()
+            while self._unjudged:
+                await self._judge(self._unjudged.pop(next(iter(self._unjudged))))
 
     async def _departures(self) -> None:
         while True:
@@ -176,20 +202,27 @@ class Nodes:
             case Grant(node=node, epoch=epoch):
                 self._grant(node, epoch)
             case Acknowledge(node=node, epoch=epoch):
-                self._send(node, HeartbeatSeen(epoch=epoch, **self._signed()))
+                self._send(self._peers[node], HeartbeatSeen(epoch=epoch, **self._signed()))
             case Refuse(node=node, code=code, text=text, permanent=permanent):
                 self.log.warning("node_refused", node=node, code=code, reason=text)
+                if node in (placed.name for placed in self.membership.placement.nodes):
+                    self.places.stats[self._place(node)].last_loss = text
                 refusal = HelloRefused(
                     code=code, text=text[:512], permanent=permanent, **self._signed()
                 )
-                self._send(node, refusal)
+                self._send(self._peers[node], refusal)
             case Fence(node=node, epoch=epoch, reason=reason):
                 self._fence(node, epoch, reason)
 
     def _offer(self, hello: Hello, epoch: int) -> None:
         node = hello.sender
-        reply_ring = self.fabric.register(self.ring.reply_ring_bytes)
-        seed = epoch % 2**32
+        try:
+            reply_ring = self.fabric.register(self.ring.reply_ring_bytes)
+        except FabricError as error:
+            self.log.warning("reply_ring_failed", node=node, error=str(error))
+            self._apply(NodeEnded(node, epoch, f"the Station has no reply ring for it: {error}"))
+            return
+        seed = (self.incarnation + epoch) % 2**32  # other rows at every start
         bank_row = seed % hello.bank.rows
         self._pending[node] = _Pending(
             self._peers[node], epoch, reply_ring, seed, bank_row, hello.pid
@@ -204,22 +237,31 @@ class Nodes:
             ttl_us=leases.TTL_US,
             **self._signed(),
         )
-        self._send(node, offer)
+        self._send(self._peers[node], offer)
 
     async def _judge(self, accepted: LeaseAccepted) -> None:
         node = accepted.sender
         pending = self._pending.get(node)
-        if pending is None or pending.epoch != accepted.epoch:
+        if pending is None or pending.epoch != accepted.epoch or pending.request_ring is not None:
             return
         try:
-            pending.request_ring = self.fabric.connect(accepted.request_ring)
+            pending.request_ring = self._connect(accepted.request_ring)
+            expected = await asyncio.to_thread(self._canary_row, node, pending)
         except FabricError as error:
-            self._apply(NodeEnded(node, pending.epoch, f"its request ring: {error}"))
-            return
-        expected = await asyncio.to_thread(self._canary_row, node, pending)
-        row = np.frombuffer(accepted.canary_row, np.uint16)
-        right = len(row) == len(expected) and canary.agrees(row, expected, same_kernel=True)
-        self._apply(CanaryJudged(node, accepted.epoch, right, self.now_us()))
+            self._apply(NodeEnded(node, accepted.epoch, f"its request ring: {error}"))
+        except MeshError as error:
+            reason = f"the Station could not compute its canary: {error}"
+            self._apply(NodeEnded(node, accepted.epoch, reason))
+        else:
+            right = _is_row(accepted.canary_row, expected)
+            self._apply(CanaryJudged(node, accepted.epoch, right, self.now_us()))
+
+    def _connect(self, ring: RegionDescriptor) -> RemoteRegion:
+        if ring.length != self.ring.request_ring_bytes:
+            raise AccessRefused(
+                f"{ring} was given for a request ring of {self.ring.request_ring_bytes} bytes"
+            )
+        return self.fabric.connect(ring)
 
     def _canary_row(self, node: str, pending: _Pending) -> npt.NDArray[np.uint16]:
         layer, expert = self.membership.placement.node(node).rows[pending.bank_row]
@@ -246,35 +288,36 @@ class Nodes:
             pause=self.pause,
         )
         self.engine.send(Attach(pending.channel))
-        self._send(node, LeaseGranted(epoch=epoch, **self._signed()))
+        self._send(pending.peer, LeaseGranted(epoch=epoch, **self._signed()))
+        self.was_complete = self.was_complete or not self.missing()
         self.log.info("node_serving", node=node, epoch=epoch)
 
     def _fence(self, node: str, epoch: int, reason: str) -> None:
         pending = self._pending.get(node)
+        peer = self._peers.get(node)
         if pending is not None and pending.epoch == epoch:
             del self._pending[node]
+            peer = pending.peer  # a second process of that name may speak by now
             place = self._place(node)
+            self.places.stats[place].last_loss = reason
             if pending.channel is not None:
                 # the engine owns the rings now and closes them between two waits
                 self.engine.send(Detach(place, epoch))
                 self.places.stats[place].losses += 1
-                self.places.stats[place].last_loss = reason
             else:
                 pending.reply_ring.close()
                 if pending.request_ring is not None:
                     pending.request_ring.close()
             self.log.warning("node_lost", node=node, epoch=epoch, reason=reason)
-        self._send(node, LeaseRevoked(epoch=epoch, reason=reason[:512], **self._signed()))
+        if peer is not None:
+            self._send(peer, LeaseRevoked(epoch=epoch, reason=reason[:512], **self._signed()))
 
-    def _send(self, node: str, message: ToNode) -> None:
-        peer = self._peers.get(node)
-        if peer is None:
-            return
+    def _send(self, peer: Peer, message: ToNode) -> None:
         try:
             self.link.send(peer, message)
         except PeerUnreachable as error:
             # the lease ends by itself when the node stays silent
-            self.log.debug("peer_unreachable", node=node, error=str(error))
+            self.log.debug("peer_unreachable", node=peer.name, error=str(error))
 
     def _signed(self) -> _Signature:
         return {"sender": "station", "incarnation": self.incarnation}
@@ -282,3 +325,10 @@ class Nodes:
     def _place(self, node: str) -> int:
         names = [placed.name for placed in self.membership.placement.nodes]
         return names.index(node)
+
+
+def _is_row(sent: bytes, expected: npt.NDArray[np.uint16]) -> bool:
+    """Whether `sent`, which may be any bytes, is the row that the kernel computes."""
+    if len(sent) != expected.nbytes:
+        return False
+    return canary.agrees(np.frombuffer(sent, np.uint16), expected, same_kernel=True)

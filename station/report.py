@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from shared.core.lease import LeaseState
 from station.backend import Metric, Sample
 from station.channel import NodeStats
@@ -66,6 +68,7 @@ def _node(pod: Coordinator, place: int) -> dict[str, object]:
     places = pod.nodes.places
     placed = places.placement.nodes[place]
     stats = places.stats[place]
+    counters = pod.nodes.counters.get(placed.name)
     lease = pod.nodes.membership.leases.get(placed.name)
     if place in places.local:
         state, epoch = "local", 0
@@ -90,8 +93,9 @@ def _node(pod: Coordinator, place: int) -> dict[str, object]:
         "losses": stats.losses,
         "last_loss": stats.last_loss,
         "hop_us": {"p50": stats.hop.p50_us, "p99": stats.hop.p99_us},
-        "queue_us_mean": _mean(stats.queue_us, stats.dispatches),
-        "compute_us_mean": _mean(stats.compute_us, stats.dispatches),
+        "queue_us_mean": _mean(stats.queue_us, stats.answers),
+        "compute_us_mean": _mean(stats.compute_us, stats.answers),
+        "reported": None if counters is None else msgspec.structs.asdict(counters),
     }
 
 

@@ -53,13 +53,10 @@ class SlotTable:
         self._expect(slot, SlotState.IN_FLIGHT)
         self._state[slot] = SlotState.ABANDONED
 
-    def abandoned(self) -> list[tuple[int, int]]:
-        """(slot, generation) whose late reply may still come."""
-        return [
-            (slot, self._generation[slot])
-            for slot, state in enumerate(self._state)
-            if state is SlotState.ABANDONED
-        ]
+    @property
+    def is_all_abandoned(self) -> bool:
+        """Whether every slot was given up: nothing is in flight that could free one."""
+        return all(state is SlotState.ABANDONED for state in self._state)
 
     def _expect(self, slot: int, *states: SlotState) -> None:
         if self._state[slot] not in states:

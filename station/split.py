@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +22,11 @@ def split(ids: npt.NDArray[np.int64], owner: npt.NDArray[np.int32]) -> list[Shar
     Shares come in ascending place order, so the same routing always splits the same way.
     """
     places = owner[ids.reshape(-1)]
-    order = np.argsort(places, kind="stable")
-    found, starts = np.unique(places[order], return_index=True)
-    parts = np.split(order, starts[1:])
-    return [
-        Share(int(place), part.astype(np.int64)) for place, part in zip(found, parts, strict=True)
-    ]
+    order = np.argsort(places, kind="stable").astype(np.int64, copy=False)
+    ordered = places[order]
+    edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    bounds = [0, *edges.tolist(), len(order)]
+    return [Share(int(ordered[low]), order[low:high]) for low, high in pairwise(bounds)]
 
 
 def chunks(
@@ -55,6 +55,13 @@ def chunks(
 def local_tokens(
     positions: npt.NDArray[np.int64], top_k: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint16]]:
-    """(distinct tokens of a dispatch, per pair the index into them): each token travels once."""
-    tokens, index = np.unique(positions // top_k, return_inverse=True)
-    return tokens, index.astype(np.uint16)
+    """(distinct tokens of a dispatch, per pair the index into them): each token travels once.
+
+    `positions` ascend, so equal tokens are neighbours.
+    """
+    tokens = positions // top_k
+    if tokens[0] == tokens[-1]:
+        return tokens[:1], np.zeros(len(tokens), np.uint16)
+    is_first = np.ones(len(tokens), np.bool_)
+    np.not_equal(tokens[1:], tokens[:-1], out=is_first[1:])
+    return tokens[is_first], (np.cumsum(is_first) - 1).astype(np.uint16)

@@ -69,10 +69,6 @@ class Header(NamedTuple):
             self.checksum,
         )
 
-    def covered(self) -> bytes:
-        """The header bytes the checksum is taken over."""
-        return self._replace(checksum=0).pack()
-
 
 class Verdict(Enum):
     """Why a copied slot may or may not be used."""

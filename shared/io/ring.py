@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -27,9 +27,17 @@ class Frame(NamedTuple):
     payload: bytes
 
 
+_CHECKSUM_BYTES: Final = 8  # the last field of a header
+_NO_CHECKSUM: Final = bytes(_CHECKSUM_BYTES)
+
+
 def checksum(header: Header, payload: bytes | Memory) -> int:
     """XXH3-64 over the header (its checksum field zero) and the payload."""
-    digest = xxhash.xxh3_64(header.covered())
+    return _checksum(header.pack(), payload)
+
+
+def _checksum(packed: bytes, payload: bytes | Memory) -> int:
+    digest = xxhash.xxh3_64(packed[:-_CHECKSUM_BYTES] + _NO_CHECKSUM)
     digest.update(payload if isinstance(payload, bytes) else payload.data)
     return digest.intdigest()
 
@@ -51,10 +59,11 @@ def send(
             f"payload of {len(payload)} bytes (header says {header.payload_bytes}) does not fit "
             f"a slot of {slot_bytes}"
         )
-    sealed = header._replace(checksum=checksum(header, payload))
+    packed = header.pack()
+    seal = _checksum(packed, payload).to_bytes(_CHECKSUM_BYTES, "little")
     offset = shape.slot_offset(slot, slot_bytes)
     remote.write(offset + HEADER_BYTES, payload)
-    remote.write(offset, sealed.pack())
+    remote.write(offset, packed[:-_CHECKSUM_BYTES] + seal)
     remote.ring(bell_offset(slot), header.generation)
 
 
@@ -70,12 +79,13 @@ def receive(
     """Copy a slot, verify the copy; the frame, or why it was refused."""
     offset = shape.slot_offset(slot, slot_bytes)
     memory = region.memory
-    header = unpack(memory[offset : offset + HEADER_BYTES].tobytes())
+    packed = memory[offset : offset + HEADER_BYTES].tobytes()
+    header = unpack(packed)
     if header is None or header.payload_bytes > slot_bytes - HEADER_BYTES:
         return Verdict.CORRUPT
     start = offset + HEADER_BYTES
     payload = memory[start : start + header.payload_bytes].tobytes()
-    verdict = judge(header, epoch=epoch, generation=generation, checksum=checksum(header, payload))
+    verdict = judge(header, epoch=epoch, generation=generation, checksum=_checksum(packed, payload))
     return Frame(header, payload) if verdict is Verdict.ACCEPTED else verdict
 
 

@@ -2,176 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from shared.core.errors import DeadlineExceeded, LayerFailed, NodeLost, Refused, RowCorrupt
-from shared.core.placement import Placement, balanced
-from shared.core.record import RecordLayout
 from shared.core.ring_layout import (
     Header,
-    RingShape,
     Rows,
     RowStatus,
-    build_reply,
-    parse_dispatch,
-    reply_bytes,
 )
-from shared.core.shape import ExpertShape, ModelShape
 from shared.io import ring
-from shared.io.fabric_shm import ShmFabric
-from shared.kernels import codecs
-from shared.kernels.expert import ExpertKernel, select_kernel
-from station.channel import NodeChannel
-from station.deadline import DeadlinePolicy
-from station.expert_path import ExpertPath, LayerWork, NodeReport, OnMiss, Waiting
-from station.faults import NoFaults
-from station.ledger import WorkKey
-from station.local_experts import ColdStore, LocalTier
-from station.places import Places
-
-SHAPE = ModelShape(
-    layers=2, first_moe_layer=1, experts=12, top_k=4, expert=ExpertShape(latent=32, width=16)
+from station.expert_path import NodeReport, Waiting
+from tests.unit.station.world import (
+    EPOCH,
+    LAYER,
+    NODE,
+    RING,
+    World,
+    expected,
+    run,
+    work,
 )
-RING = RingShape(slots=2, max_tokens=8, max_rows=32, latent=32)
-LAYER, EPOCH = 1, 7
-NODE = 1  # place of the node the test plays; place 0 is the Station's own
-
-
-class Records:
-    """A checkpoint of random experts."""
-
-    def __init__(self) -> None:
-        self.layout = RecordLayout(SHAPE.expert)
-        rng = np.random.default_rng(5)
-        self.records = [self._record(rng) for _ in range(SHAPE.experts)]
-
-    def _record(self, rng: np.random.Generator) -> bytes:
-        data = np.zeros(self.layout.record_bytes, np.uint8)
-        for matrix, shape in (("w1", (16, 32)), ("w3", (16, 32)), ("w2", (32, 16))):
-            weight = rng.normal(size=shape).astype(np.float32)
-            scale_2 = codecs.nvfp4_scale_2(weight)
-            packed, scale = codecs.nvfp4_encode(weight, scale_2)
-            parts = {
-                f"{matrix}.weight": packed,
-                f"{matrix}.weight_scale": scale,
-                f"{matrix}.weight_scale_2": np.array([scale_2], np.float32),
-                f"{matrix}.input_scale": np.ones(1, np.float32),
-            }
-            for tensor in self.layout.fields:
-                if tensor.name in parts:
-                    raw = np.ascontiguousarray(parts[tensor.name]).view(np.uint8).reshape(-1)
-                    data[tensor.offset : tensor.offset + tensor.length] = raw
-        return data.tobytes()
-
-    def expert_record(self, layer: int, expert: int) -> bytes:
-        """The record of an expert; the test's model has one MoE layer."""
-        assert layer == LAYER
-        return self.records[expert]
-
-
-@dataclass
-class Clock:
-    """Time that moves when the test says so."""
-
-    us: int = 1_000
-
-    def now_us(self) -> int:
-        """Current microsecond."""
-        return self.us
-
-
-@dataclass
-class World:
-    """A Station and a node that share one process and real memory."""
-
-    records: Records = field(default_factory=Records)
-    clock: Clock = field(default_factory=Clock)
-    reports: list[NodeReport] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.placement: Placement = balanced(
-            "m", SHAPE, [("hbm", "hbm", 1.0), ("spark0", "spark", 2.0)]
-        )
-        self.kernel: ExpertKernel = select_kernel(SHAPE.expert, "auto")
-        self.station, self.node = ShmFabric(spin_us=0), ShmFabric(spin_us=0)
-        self.places = Places(
-            self.placement,
-            {0: LocalTier(self.kernel, SHAPE.expert, self.records, self.placement.nodes[0].rows)},
-        )
-        self.everything = LocalTier(
-            self.kernel, SHAPE.expert, self.records, [(LAYER, e) for e in range(SHAPE.experts)]
-        )
-
-    def attach(self) -> NodeChannel:
-        """Grant the node a lease."""
-        self.request_ring = self.node.register(RING.request_ring_bytes)
-        reply_ring = self.station.register(RING.reply_ring_bytes)
-        self.reply = self.node.connect(reply_ring.descriptor)
-        channel = NodeChannel(
-            node="spark0",
-            place=NODE,
-            epoch=EPOCH,
-            shape=RING,
-            request_ring=self.station.connect(self.request_ring.descriptor),
-            reply_ring=reply_ring,
-            kernel_id=self.kernel.kernel_id,
-            stats=self.places.stats[NODE],
-            now_us=self.clock.now_us,
-            pause=lambda: None,
-        )
-        self.places.attach(channel)
-        return channel
-
-    def path(self, on_miss: OnMiss = "exact") -> ExpertPath:
-        """An expert path over this world."""
-        return ExpertPath(
-            places=self.places,
-            cold_store=ColdStore(self.kernel, SHAPE.expert, self.records, capacity=3),
-            on_miss=on_miss,
-            deadline=DeadlinePolicy(),
-            now_us=self.clock.now_us,
-            report=self.reports.append,
-            faults=NoFaults(),
-        )
-
-    def answer(
-        self,
-        slot: int,
-        generation: int = 1,
-        *,
-        change: Callable[[Header, np.ndarray, np.ndarray, Rows], Header] | None = None,
-    ) -> None:
-        """Do a node's work for the dispatch in `slot`; `change` may spoil the answer in place."""
-        frame = ring.receive(
-            self.request_ring,
-            RING,
-            slot,
-            RING.request_slot_bytes,
-            epoch=EPOCH,
-            generation=generation,
-        )
-        assert isinstance(frame, ring.Frame)
-        parsed = parse_dispatch(frame.header, frame.payload, RING.latent)
-        assert parsed is not None
-        pairs, activations = parsed[0].copy(), parsed[1]
-        rows = self.everything.rows(
-            LAYER, pairs[:, 1].astype(np.int64), pairs[:, 0].astype(np.int64), activations
-        )
-        status = np.zeros(len(rows), np.uint8)
-        header = frame.header._replace(
-            payload_bytes=reply_bytes(len(rows), RING.latent),
-            time_us=3,
-            compute_us=5,
-            kernel_id=self.kernel.kernel_id,
-        )
-        if change is not None:
-            header = change(header, pairs, status, rows)
-        payload = build_reply(pairs, status, rows)
-        ring.send(self.reply, RING, slot, RING.reply_slot_bytes, header, payload)
 
 
 @pytest.fixture
@@ -182,35 +37,6 @@ def world() -> Iterator[World]:
     made.places.close()
     made.station.close()
     made.node.close()
-
-
-def work(tokens: int = 3) -> LayerWork:
-    """A layer in which every token touches both places."""
-    rng = np.random.default_rng(tokens)
-    ids = np.stack([rng.permutation(SHAPE.experts)[: SHAPE.top_k] for _ in range(tokens)])
-    activations = codecs.bf16_bits(rng.normal(size=(tokens, 32)).astype(np.float32))
-    return LayerWork(WorkKey("r", 0, LAYER), ids.astype(np.int64), activations)
-
-
-def expected(world: World, layer: LayerWork) -> Rows:
-    """All rows computed in one place."""
-    tokens = np.repeat(np.arange(len(layer.ids)), SHAPE.top_k)
-    return world.everything.rows(LAYER, layer.ids.reshape(-1), tokens, layer.activations)
-
-
-def run(
-    path: ExpertPath, layer: LayerWork, when_waiting: Callable[[Waiting], None]
-) -> tuple[Rows, int]:
-    """Drive the generator; `when_waiting` acts at each wait. Returns rows and waits."""
-    walk = path.rows(layer, lambda: None)
-    waits = 0
-    while True:
-        try:
-            waiting = next(walk)
-        except StopIteration as stop:
-            return stop.value, waits
-        waits += 1
-        when_waiting(waiting)
 
 
 def test_rows_are_those_of_one_place(world: World) -> None:
@@ -448,3 +274,163 @@ def test_a_long_prefill_is_cut_into_dispatches(world: World) -> None:
     assert np.array_equal(expected(world, layer), rows)
     assert waits == 1
     assert world.places.stats[NODE].dispatches == 2
+
+
+def spoil(world: World, ticket_slot: int, generation: int) -> None:
+    """Answer with a frame whose payload was damaged after it was sealed."""
+    world.answer(ticket_slot, generation)
+    offset = RING.slot_offset(ticket_slot, RING.reply_slot_bytes)
+    world.reply.write(offset + 64 + 200, b"\x55\xaa")
+
+
+def test_a_layer_that_is_missed_twice_is_one_miss(world: World) -> None:
+    """Two dispatches of one layer to one node: the node was the culprit of one layer."""
+    world.attach()
+    layer = work(tokens=14)
+
+    def miss(waiting: Waiting) -> None:
+        assert len(waiting.tickets) == 2
+        world.clock.us = waiting.deadline_us
+
+    run(world.path(), layer, miss)
+
+    assert world.reports == [NodeReport("spark0", EPOCH, missed=True)]
+    assert world.places.stats[NODE].missed_layers == 1
+
+
+def test_a_node_whose_frames_are_damaged_is_reported_and_can_recover(world: World) -> None:
+    """Garbage is as bad as silence: membership hears of it, and of the first good answer."""
+    world.attach()
+    path = world.path()
+    layer = work()
+
+    rows, _ = run(path, layer, lambda waiting: spoil(world, 0, waiting.tickets[0].generation))
+    assert np.array_equal(expected(world, layer), rows)
+    assert layer.cold_rows > 0
+    run(path, work(), lambda _: world.answer(0, 2))
+
+    assert [report.missed for report in world.reports] == [True, False]
+
+
+def test_an_empty_reply_is_refused(world: World) -> None:
+    """A sealed frame without any row, of a node that is wrong or hostile."""
+    world.attach()
+    layer = work()
+
+    def answer_nothing(waiting: Waiting) -> None:
+        ticket = waiting.tickets[0]
+        header = Header(LAYER, EPOCH, ticket.generation, ticket.number, 0, 0, 0, 0, 0,
+                        world.kernel.kernel_id)  # fmt: skip
+        ring.send(world.reply, RING, 0, RING.reply_slot_bytes, header, np.zeros(0, np.uint8))
+
+    rows, _ = run(world.path(), layer, answer_nothing)
+
+    assert np.array_equal(expected(world, layer), rows)
+    assert world.places.stats[NODE].corrupt_rows > 0
+
+
+def test_a_ring_full_of_lost_dispatches_is_reported(world: World) -> None:
+    """A node that answers nothing any more must not stay a serving node for ever."""
+    world.attach()
+    path = world.path()
+
+    def miss(waiting: Waiting) -> None:
+        world.clock.us = waiting.deadline_us
+
+    for _ in range(RING.slots):
+        run(path, work(), miss)
+    world.reports.clear()
+    run(path, work(), miss)
+
+    assert world.reports == [NodeReport("spark0", EPOCH, missed=True)]
+
+
+def test_a_ring_full_of_work_is_no_fault(world: World) -> None:
+    """While dispatches are in flight a full ring says nothing about the node."""
+    world.attach()
+    path = world.path()
+    busy = [path.rows(work(), lambda: None) for _ in range(RING.slots)]
+    for walk in busy:
+        next(walk)
+    layer = work()
+
+    rows, waits = run(path, layer, lambda _: None)
+
+    assert np.array_equal(expected(world, layer), rows)
+    assert (waits, world.reports) == (0, [])
+    for walk in busy:
+        walk.close()
+
+
+def test_a_ring_that_cannot_be_written_costs_the_node_not_the_request(world: World) -> None:
+    """The policy serves its pairs, the node is reported, and no slot is lost on the way."""
+    channel = world.attach()
+    path = world.path()
+    channel._request_ring.close()
+    for _ in range(RING.slots + 1):
+        layer = work()
+        rows, waits = run(path, layer, lambda _: None)
+        assert np.array_equal(expected(world, layer), rows)
+        assert waits == 0
+
+    assert world.reports == [NodeReport("spark0", EPOCH, missed=True)] * (RING.slots + 1)
+    assert channel._slots.acquire() is not None
+    with pytest.raises(NodeLost):
+        run(world.path("fail"), work(), lambda _: None)
+
+
+def test_a_bug_while_rows_are_taken_does_not_lose_the_other_slots(world: World) -> None:
+    """An error in the middle of a collection surfaces as itself, and slots are not freed twice."""
+    channel = world.attach()
+    layer = work(tokens=14)
+
+    class BugError(Exception):
+        """Not of the project's tree."""
+
+    def broken(_: object) -> None:
+        raise BugError
+
+    def answer_all(waiting: Waiting) -> None:
+        for ticket in waiting.tickets:
+            world.answer(ticket.slot, ticket.generation)
+        channel.take = broken
+
+    with pytest.raises(BugError):
+        run(world.path(), layer, answer_all)
+
+    del channel.take
+    assert set(channel._late) == {1}, "the dispatch that was not reached is abandoned"
+    channel.reap()
+    assert channel._slots.acquire() is not None
+
+
+def test_a_cold_store_that_cannot_read_ends_the_request_by_name(world: World) -> None:
+    """The error names the node whose rows were missing and says why the last resort failed."""
+    path = world.path()
+    world.records.fails = 1
+
+    with pytest.raises(NodeLost, match=r"the cold store cannot help.*check the disk") as failure:
+        run(path, work(), lambda _: None)
+
+    assert failure.value.node == "spark0"
+    layer = work()
+    rows, _ = run(path, layer, lambda _: None)
+    assert np.array_equal(expected(world, layer), rows)
+
+
+def test_a_closed_channel_keeps_no_ring_alive(world: World) -> None:
+    """Late tickets point back at their channel; without the cut, ring memory waits for the GC."""
+    channel = world.attach()
+    walk = world.path().rows(work(), lambda: None)
+    next(walk)
+    walk.close()
+    gc.collect()
+    gc.disable()
+    try:
+        world.places.detach(NODE)
+        gone = weakref.ref(channel)
+        del channel
+        del walk
+        assert gone() is None
+    finally:
+        gc.enable()

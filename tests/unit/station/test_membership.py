@@ -167,6 +167,7 @@ def test_misses_in_a_row_lose_a_node_and_an_answer_forgives(members: Membership)
         ({"protocol": 99}, "remote_protocol_error", "99"),
         ({"sender": "stranger"}, "placement_invalid", "stranger"),
         ({"tier": "rtx"}, "placement_invalid", "rtx"),
+        ({"sender": "hbm", "tier": "hbm"}, "placement_invalid", "no experts"),
         ({"bank_model_digest": "other"}, "digest_mismatch", "build the bank again"),
         ({"bank_placement_digest": "other"}, "digest_mismatch", "placement"),
         ({"bank_rows": 1}, "digest_mismatch", "placement"),

@@ -29,8 +29,9 @@ def test_an_abandoned_slot_rests_until_its_reply_was_seen() -> None:
     table.abandon(0)
 
     assert table.acquire() is None
-    assert table.abandoned() == [(0, 1)]
+    assert table.is_all_abandoned
     table.release(0)
+    assert not table.is_all_abandoned
     assert table.acquire() == (0, 2)
 
 

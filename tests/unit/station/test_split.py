@@ -56,6 +56,19 @@ def test_chunks_fit_a_slot_and_keep_tokens_whole(
             seen |= tokens
 
 
+@given(routings())
+def test_local_tokens_are_the_distinct_ones(routing: tuple[np.ndarray, np.ndarray]) -> None:
+    """As numpy's own unique with its inverse, for every share of every split."""
+    ids, owner = routing
+    for share in split(ids, owner):
+        tokens, index = local_tokens(share.positions, ids.shape[1])
+
+        distinct, inverse = np.unique(share.positions // ids.shape[1], return_inverse=True)
+        assert tokens.tolist() == distinct.tolist()
+        assert index.tolist() == inverse.tolist()
+        assert index.dtype == np.uint16
+
+
 def test_each_token_travels_once() -> None:
     """Pairs of one token share one activation."""
     tokens, index = local_tokens(np.array([0, 2, 8, 11, 9]), 4)
