@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from structlog.typing import FilteringBoundLogger
@@ -20,7 +20,7 @@ from station.admission import Admission, check_length
 from station.backend import Finished, GenerationRequest, Metric, Token, TokenEvent
 from station.engine import Cancel, Engine, Start
 from station.expert_path import ExpertPath
-from station.lane import Lane, StepTimes
+from station.lane import Lane
 from station.model.network import K3Text
 from station.nodes import Nodes
 
@@ -32,18 +32,6 @@ class _Ended:
     """The lane is over: normally, or with the error that ended it."""
 
     error: MeshError | None
-
-
-@dataclass(slots=True)
-class Totals:
-    """What the pod has done since it started."""
-
-    requests: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    tokens: int = 0
-    cold_rows: int = 0
-    times: StepTimes = field(default_factory=StepTimes)
 
 
 class Coordinator:
@@ -67,7 +55,7 @@ class Coordinator:
         self.context_length = model.config.context_length
         self.created_s = created_s
         self.nodes = nodes
-        self.totals = Totals()
+        self.totals = report.Totals()
         self._model = model
         self._path = path
         self._engine = engine

@@ -3,20 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import msgspec
 
 from shared.core.lease import LeaseState
+from station.admission import Admission
 from station.backend import Metric, Sample
 from station.channel import NodeStats
 from station.lane import StepTimes
-
-if TYPE_CHECKING:
-    from station.coordinator import Coordinator
+from station.nodes import Nodes
 
 
-def status(pod: Coordinator) -> dict[str, object]:
+@dataclass(slots=True)
+class Totals:
+    """What the pod has done since it started."""
+
+    requests: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    cold_rows: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
+
+
+class ReportedPod(Protocol):
+    """What a report reads of the coordinator."""
+
+    model_name: str
+    nodes: Nodes
+    totals: Totals
+
+    @property
+    def on_miss(self) -> str:
+        """The declared policy."""
+
+    @property
+    def admission(self) -> Admission:
+        """Open and refused requests."""
+
+    @property
+    def cold_store_reads(self) -> int:
+        """Records the cold store read."""
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests can be served, and the state in words."""
+
+
+def status(pod: ReportedPod) -> dict[str, object]:
     """What `k3 status --json` prints; see docs/operator.md for every field."""
     ready, reason = pod.readiness()
     totals = pod.totals
@@ -64,7 +99,7 @@ def decode_times(times: StepTimes) -> dict[str, float | int]:
     }
 
 
-def _node(pod: Coordinator, place: int) -> dict[str, object]:
+def _node(pod: ReportedPod, place: int) -> dict[str, object]:
     places = pod.nodes.places
     placed = places.placement.nodes[place]
     stats = places.stats[place]
@@ -99,7 +134,7 @@ def _node(pod: Coordinator, place: int) -> dict[str, object]:
     }
 
 
-def metrics(pod: Coordinator) -> Sequence[Metric]:
+def metrics(pod: ReportedPod) -> Sequence[Metric]:
     """Prometheus families; node counters carry the labels node and tier."""
     totals = pod.totals
     places = pod.nodes.places
