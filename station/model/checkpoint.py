@@ -8,7 +8,7 @@ All reads are positional, so any thread may call any method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -26,11 +26,9 @@ from shared.kernels import codecs
 from station.model.config import K3Config
 from station.model.formats import Format, StoredTensor, stored_tensor
 from station.model.safetensors_file import SafetensorsFile, TensorEntry
+from station.model.shard_index import INDEX_FILE, SINGLE_FILE, read_index
 from station.model.tensor_table import IGNORED_PREFIXES, PREFIX, expected_tensors, expert_prefix
 
-INDEX_FILE: Final = "model.safetensors.index.json"
-SINGLE_FILE: Final = "model.safetensors"
-_INDEX_BYTES_MAX: Final = 2**30
 _TORCH_DTYPES: Final = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -45,12 +43,6 @@ _TORCH_DTYPES: Final = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """`model.safetensors.index.json`; its metadata is not needed."""
-
-    weight_map: dict[str, str]
 
 
 class Checkpoint:
@@ -182,19 +174,54 @@ class Checkpoint:
             raise LocalProtocolError(
                 f"record buffer of {len(buffer)} bytes, need {self.layout.record_bytes}"
             )
-        prefix = expert_prefix(layer, expert)
-        if f"{prefix}w1.weight" not in self._stored:
-            raise LocalProtocolError(f"{self.directory}: no expert {expert} in layer {layer}")
+        matrices = self._matrices(layer, expert)
         fields: dict[str, memoryview] = {}
         for field in self.layout.fields:
             fields[field.name] = buffer[field.offset : field.offset + field.length]
-        matrices = {name: self._stored[f"{prefix}{name}.weight"] for name in ("w1", "w3", "w2")}
-        if all(stored.format is Format.NVFP4 for stored in matrices.values()):
-            for stored in matrices.values():
-                for part in stored.parts:
-                    self._files[part.name].read_into(part, fields[part.name.removeprefix(prefix)])
-        else:
+        if not _is_nvfp4(matrices):
             self._cast_record(matrices, fields)
+            return
+        prefix = expert_prefix(layer, expert)
+        for file, parts in self._by_file(matrices).items():
+            file.read_together([(part, fields[part.name.removeprefix(prefix)]) for part in parts])
+
+    def stored_hash(self, layer: int, expert: int) -> bytes | None:
+        """BLAKE3 of an expert's stored tensors: w1, w3, w2, of each the weight, then its scale.
+
+        None when they are the record itself, byte for byte (NVFP4): its hash says it already.
+        """
+        matrices = self._matrices(layer, expert)
+        if _is_nvfp4(matrices):
+            return None
+        hasher = blake3.blake3()
+        for stored in matrices.values():
+            for part in stored.parts:
+                hasher.update(self._files[part.name].read(part))
+        return hasher.digest()
+
+    def release(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Let the page cache forget experts (layer, expert) that are not needed again soon."""
+        parts: dict[SafetensorsFile, list[TensorEntry]] = {}
+        for layer, expert in experts:
+            for file, found in self._by_file(self._matrices(layer, expert)).items():
+                parts.setdefault(file, []).extend(found)
+        for file, entries in parts.items():
+            file.release(entries)
+
+    def _matrices(self, layer: int, expert: int) -> dict[str, StoredTensor]:
+        prefix = expert_prefix(layer, expert)
+        if f"{prefix}w1.weight" not in self._stored:
+            raise LocalProtocolError(f"{self.directory}: no expert {expert} in layer {layer}")
+        return {name: self._stored[f"{prefix}{name}.weight"] for name in ("w1", "w3", "w2")}
+
+    def _by_file(
+        self, matrices: Mapping[str, StoredTensor]
+    ) -> dict[SafetensorsFile, list[TensorEntry]]:
+        parts: dict[SafetensorsFile, list[TensorEntry]] = {}
+        for stored in matrices.values():
+            for part in stored.parts:
+                parts.setdefault(self._files[part.name], []).append(part)
+        return parts
 
     def _cast_record(
         self, matrices: Mapping[str, StoredTensor], fields: Mapping[str, memoryview]
@@ -237,14 +264,9 @@ def _open_shards(directory: Path, stack: ExitStack) -> dict[str, SafetensorsFile
         file = SafetensorsFile.open(directory / SINGLE_FILE)
         stack.callback(file.close)
         return dict.fromkeys(file.entries, file)
-    weight_map = _read_index(index)
+    weight_map = read_index(index)
     shards: dict[str, SafetensorsFile] = {}
     for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: shard name {shard!r} is not a plain .safetensors file name; fetch the "
-                "index again"
-            )
         shards[shard] = SafetensorsFile.open(directory / shard)
         stack.callback(shards[shard].close)
     for shard, file in shards.items():
@@ -263,17 +285,8 @@ def _open_shards(directory: Path, stack: ExitStack) -> dict[str, SafetensorsFile
     return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        if path.stat().st_size > _INDEX_BYTES_MAX:
-            raise CheckpointError(f"{path}: larger than {_INDEX_BYTES_MAX} bytes; not an index")
-        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path}: not a safetensors index ({error}); fetch it again"
-        ) from error
+def _is_nvfp4(matrices: Mapping[str, StoredTensor]) -> bool:
+    return all(matrix.format is Format.NVFP4 for matrix in matrices.values())
 
 
 def _refuse_foreign(
