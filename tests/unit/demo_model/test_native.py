@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -117,6 +118,16 @@ def test_adamw_matches_torch(tmp_path: Path) -> None:
         library.adamw(*native.sizes(1000), scalars, *buffers)
     torch.testing.assert_close(master, wanted.detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(working, master.bfloat16())
+
+
+def test_loading_leaves_the_process_arithmetic_alone(fused: native.NativeOperations) -> None:
+    """Fast mathematics stays inside the library: subnormal numbers survive in this process."""
+    assert fused is not None
+    smallest = float(np.float32(1e-45))
+
+    assert smallest > 0.0
+    assert float(np.float32(smallest) * np.float32(1.0)) > 0.0
+    assert 5e-324 * 1.0 > 0.0
 
 
 def test_no_compiler_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
