@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 
 import click
 
+from services.streams import open_streams
 from shared.core.errors import EXIT_FAILED, MeshError
 
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
@@ -34,6 +35,8 @@ VERBS: Final[Mapping[str, Verb]] = {
     "chat": Verb("Run", "services.chat.cli", "chat", "Talk to a pod."),
     "status": Verb("Look", "services.status.cli", "status", "Show nodes, leases and counters."),
     "bench": Verb("Look", "services.bench.cli", "bench", "Measure, and print a table or JSON."),
+    "census": Verb("Prepare", "services.census.cli", "census", "Say what a checkpoint holds."),
+    "synth": Verb("Prepare", "services.synth.cli", "synth", "Write a synthetic checkpoint."),
     "bank": Verb("Prepare", "services.banks.cli", "bank", "Build, verify and show bank files."),
     "keys": Verb("Prepare", "services.keys.cli", "keys", "Make keys and admit nodes."),
     "pod": Verb("Prepare", "services.pod.cli", "pod", "Lay out a pod for systemd."),
@@ -76,6 +79,7 @@ def k3() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `k3`. Exit status: 0, 1 failed, 2 usage, 78 configuration, 130 interrupted."""
+    open_streams()
     sys.exit(run(arguments))
 
 
@@ -83,6 +87,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; errors are one line on stderr."""
     try:
         result = k3.main(arguments, prog_name="k3", standalone_mode=False)
+        sys.stdout.flush()  # at exit a full disk would be a trace, and no failure
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -94,6 +99,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader of our output went away (`k3 status | head -1`); python would complain at exit
         sys.stdout = None
+        return EXIT_FAILED
+    except OSError as error:
+        # what a file of ours can suffer is a MeshError: this is the output, or the host itself
+        sys.stdout = None
+        click.echo(f"k3: error[os_error]: {error}", err=True)
         return EXIT_FAILED
     return result if isinstance(result, int) else 0
 

@@ -93,6 +93,63 @@ def pod(
     return _present(plan.run(), as_json=as_json, check=check)
 
 
+@bench.command(epilog="Example: k3 bench bank --bytes 4e9 --dir /var/lib/k3 --check")
+@click.option(
+    "--bytes",
+    "payload_bytes",
+    type=click.FloatRange(2e7, 1e13),
+    default=1e9,
+    show_default=True,
+    help="Experts to build a bank of; twice as much disk is needed.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Median of so many."
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder on the disk to measure. [default: the temporary folder]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check", is_flag=True, help="Exit 1 when a target is missed.")
+def bank(
+    *, payload_bytes: float, rounds: int, folder: Path | None, as_json: bool, check: bool
+) -> int:
+    """Building a bank of real K3 records against `cp --sparse=never` of the same bytes.
+
+    Source cold and warm in the page cache; both sides end with fsync.
+    """
+    import tempfile
+
+    from services.bench.bank_bench import BankBench
+
+    plan = BankBench(
+        payload_bytes=int(payload_bytes),
+        rounds=rounds,
+        folder=folder or Path(tempfile.gettempdir()),
+    )
+    return _present(plan.run(), as_json=as_json, check=check)
+
+
+@bench.command(epilog="Example: k3 bench census --json --check")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Folder of the checkpoint. [default: all of K3's structure, synthesised: 400 MB]",
+)
+@click.option(
+    "--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Median of so many."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check", is_flag=True, help="Exit 1 when a target is missed.")
+def census(*, checkpoint: Path | None, runs: int, as_json: bool, check: bool) -> int:
+    """Seconds of a census, against safetensors' own listing of names, dtypes and shapes."""
+    from services.bench.census import CensusBench
+
+    return _present(CensusBench(checkpoint, runs).run(), as_json=as_json, check=check)
+
+
 def _present(report: Report, *, as_json: bool, check: bool) -> int:
     """Print a report; the exit status."""
     from rich.console import Console

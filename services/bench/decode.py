@@ -10,7 +10,7 @@ from services.bench.report import Figure
 # figure -> field of the status: microseconds per MoE layer
 LAYER_PARTS: Final[Mapping[str, str]] = {
     "layer.serial_us": "serial_us",
-    "layer.hop_us": "wait_us",
+    "layer.wait_us": "wait_us",
     "layer.post_us": "post_us",
     "layer.local_experts_us": "local_experts_us",
     "layer.shared_experts_us": "shared_experts_us",
@@ -21,7 +21,7 @@ LAYER_PARTS: Final[Mapping[str, str]] = {
 def layer_figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Figure, ...]:
     """Means over the steps between two statuses; none when there was no step.
 
-    `serial_us` is everything of a layer that is not waiting; the other parts but `hop_us` lie
+    `serial_us` is everything of a layer that is not waiting; the other parts but `wait_us` lie
     within it. A status holds means since the start, so sums are taken back out of them.
     """
     old, new = before["decode"], after["decode"]
@@ -36,6 +36,8 @@ def layer_figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[
         figures.append(Figure("node.compute_us", compute, "us"))
     if (queue := _node_mean(before, after, "queue_us_mean")) is not None:
         figures.append(Figure("node.queue_us", queue, "us"))
+    if (hop := _slowest_hop(after)) is not None:
+        figures.append(Figure("node.hop_us_p50", hop, "us"))
     return tuple(figures)
 
 
@@ -45,6 +47,12 @@ def _layers(decode: Mapping[str, float]) -> float:
 
 def _sum(decode: Mapping[str, float], field: str) -> float:
     return decode.get(field, 0.0) * _layers(decode)
+
+
+def _slowest_hop(after: Mapping[str, Any]) -> float | None:
+    """Median hop of the node that a layer most often waits for, over its last 512 hops."""
+    medians = [node["hop_us"]["p50"] for node in after["nodes"]]
+    return max((median for median in medians if median is not None), default=None)
 
 
 def _node_mean(before: Mapping[str, Any], after: Mapping[str, Any], field: str) -> float | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from services.banks.builder import ExpertSource, build
+from services.banks.builder import build
+from services.banks.source import ExpertSource
 from services.pod import toml
 from services.pod.files import write_atomic
 from services.pod.layout import LOCAL_TIER, STATION, PodLayout, PodNode, PodPaths, nodes_of, unit_of

@@ -28,9 +28,9 @@ from shared.core.record import PAGE_BYTES, RecordLayout
 from shared.core.shape import ExpertShape
 
 MAGIC: Final = b"K3BANK\0\1"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2  # 2: source_hashes
 PREFIX_BYTES: Final = 52
-JSON_BYTES_MAX: Final = 64 * 2**20  # every expert of K3 in one bank takes 20 MiB
+JSON_BYTES_MAX: Final = 64 * 2**20  # every expert of K3 in one bank takes 20 MB
 TENSORS: Final = 12
 
 _FIELDS: Final = struct.Struct("<8sIQ")
@@ -47,12 +47,15 @@ Digest: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Metadata of one bank. Row r is the expert `rows[r]`.
 
-    `record_hashes[r]` is the BLAKE3 (hex) of the record without its padding and decides whether it
-    is intact. `tensor_checks[r]` is 12 u32 (hex, tensors in RecordLayout order: the low half of
-    XXH3-64) and only tells which tensor of a damaged record changed.
+    `record_hashes[r]` is the BLAKE3 (hex) of the record without its padding and decides whether
+    it is intact. `source_hashes[r]` is the BLAKE3 of the tensors it was made from, as the
+    checkpoint stores them: the same hash where a record is a plain copy, another one where it was
+    cast or laid out anew, and the way to recognise a checkpoint that changed. `tensor_checks[r]`
+    is 12 u32 (hex, tensors in RecordLayout order: the low half of XXH3-64) and only tells which
+    tensor of a damaged record changed.
     """
 
-    version: Literal[1]
+    version: Literal[2]
     name: NodeName
     node: NodeName
     tier: Tier
@@ -62,16 +65,18 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     layout: Literal["row-major"]
     rows: Annotated[tuple[tuple[Layer, Expert], ...], msgspec.Meta(min_length=1)]
     record_hashes: tuple[Blake3Hex, ...]
+    source_hashes: tuple[Blake3Hex, ...]
     tensor_checks: tuple[TensorChecks, ...]
     producer: Annotated[str, msgspec.Meta(max_length=128)]
 
     def __post_init__(self) -> None:
-        """One hash and one set of checks per row; no expert twice."""
+        """Two hashes and one set of checks per row; no expert twice."""
         count = len(self.rows)
-        if len(self.record_hashes) != count or len(self.tensor_checks) != count:
+        lengths = (len(self.record_hashes), len(self.source_hashes), len(self.tensor_checks))
+        if lengths != (count, count, count):
             raise ValueError(
-                f"{count} rows have {len(self.record_hashes)} record hashes "
-                f"and {len(self.tensor_checks)} tensor checks"
+                f"{count} rows have {lengths[0]} record hashes, {lengths[1]} source hashes "
+                f"and {lengths[2]} tensor checks"
             )
         if len(set(self.rows)) != count:
             raise ValueError("an expert has two rows")

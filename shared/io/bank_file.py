@@ -47,6 +47,8 @@ class FaultKind(Enum):
     UNWRITTEN = "unwritten"
     DUPLICATE = "duplicate"
     SWAPPED = "swapped"
+    SOURCE_CHANGED = "source_changed"  # the bank is as it was built, its checkpoint is not
+    MISBUILT = "misbuilt"  # right by its own hash, but never what the checkpoint holds
 
 
 @dataclass(frozen=True, slots=True)

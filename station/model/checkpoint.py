@@ -199,6 +199,11 @@ class Checkpoint:
                 hasher.update(self._files[part.name].read(part))
         return hasher.digest()
 
+    def position(self, layer: int, expert: int) -> tuple[str, int]:
+        """Sort key of an expert's place on disk: shard, then offset of its first weight."""
+        first = self._matrices(layer, expert)["w1"].parts[0]
+        return self._files[first.name].path.name, first.offset
+
     def release(self, experts: Sequence[tuple[int, int]]) -> None:
         """Let the page cache forget experts (layer, expert) that are not needed again soon."""
         parts: dict[SafetensorsFile, list[TensorEntry]] = {}

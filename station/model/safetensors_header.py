@@ -41,10 +41,13 @@ DTYPE_BYTES: Final = {
     "F64": 8,
 }
 LENGTH_BYTES: Final = 8
-HEADER_BYTES_MAX: Final = 100_000_000  # the limit of the reference implementation
+# A header of the release has 2 MB. Decoded JSON can be ten times its text, so this is also what
+# keeps a hostile file's allocations near 100 MB; the reference implementation's limit is 100 MB.
+HEADER_BYTES_MAX: Final = 2**24
 REMEDY: Final = "fetch the file again"
 _BUFFERS_MAX: Final = 1024  # IOV_MAX
 _SHOWN_MAX: Final = 200
+_RANK_MAX: Final = 16
 _METADATA: Final = "__metadata__"
 
 I64 = npt.NDArray[np.int64]
@@ -106,10 +109,15 @@ class _Sizes(dict[TensorType, int]):
 
     def __missing__(self, key: TensorType) -> int:
         dtype, shape = key
-        if dtype not in DTYPE_BYTES or any(size < 0 for size in shape):
+        if dtype not in DTYPE_BYTES or not _is_shape(shape):
             raise _Unsound
         self[key] = size = math.prod(shape) * DTYPE_BYTES[dtype]
         return size
+
+
+def _is_shape(shape: Sequence[int]) -> bool:
+    """Whether these are dimensions; without the limit a product could take hours."""
+    return len(shape) <= _RANK_MAX and all(size >= 0 for size in shape)
 
 
 def read_header(path: Path, file: int) -> HeaderText:
@@ -155,12 +163,20 @@ def read_exactly(path: Path, file: int, offset: int, buffers: Sequence[memoryvie
 
 def parse_header(header: HeaderText) -> HeaderTable:
     """The checked table. CheckpointError names the file, the tensor, the bytes and the remedy."""
+    table = _sound_table(header)
+    if table is None:
+        raise _diagnosis(header)
+    return table
+
+
+def _sound_table(header: HeaderText) -> HeaderTable | None:
+    """None for whatever does not add up; the decoded text is free again before it is diagnosed."""
     try:
         lines = msgspec.json.decode(header.text, type=dict[str, _Line])
         lines.pop(_METADATA, None)
         return _checked_columns(lines, header.payload_bytes)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, _Unsound):
-        raise _diagnosis(header) from None
+        return None
 
 
 def _checked_columns(lines: Mapping[str, _Line], payload_bytes: int) -> HeaderTable:
@@ -223,13 +239,14 @@ def _complaint(row: _Row, expected: int) -> str | None:
             f"{expected} "
             "(gap or overlap)"
         )
-    if row.dtype not in DTYPE_BYTES or any(size < 0 for size in row.shape):
-        return f"has unknown dtype {row.dtype[:20]!r} or bad shape {_shown(list(row.shape))}"
+    shape = _shown(list(row.shape[:_RANK_MAX]))
+    if row.dtype not in DTYPE_BYTES or not _is_shape(row.shape):
+        return f"has unknown dtype {row.dtype[:20]!r} or bad shape {shape}"
     length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
     if length != stop - start:
         return (
-            f"holds {stop - start} bytes, but {row.dtype} {_shown(list(row.shape))} needs "
-            f"{_shown(length)}, at byte {start} of the data"
+            f"holds {_shown(stop - start)} bytes, but {row.dtype} {shape} needs {_shown(length)}, "
+            f"at byte {start} of the data"
         )
     return None
 

@@ -18,6 +18,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 SHARD_SUFFIX: Final = ".safetensors"
 _PIECE_BYTES: Final = 2**16
+_PROBE: Final = b'{"probe":"probe"}'
 _INDEX_BYTES_MAX: Final = 2**29  # the largest public index, K3's, has about 110 MB
 
 
@@ -71,23 +72,46 @@ def disagreement(
 
 def _parts(path: Path) -> Iterator[dict[str, str]]:
     """The weight map in small objects: a dict of a million names would not fit any cache."""
+    data = _read(path)
     try:
-        text = bytes(msgspec.json.decode(_read(path), type=_Index).weight_map)
-        yield from _decoded(text)
+        span = _span(data)
+        if span is None:
+            data = bytes(msgspec.json.decode(data, type=_Index).weight_map)
+            span = (0, len(data))
+        yield from _decoded(data, *span)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: not a safetensors index ({error}); fetch it again"
         ) from error
 
 
-def _decoded(text: bytes) -> Iterator[dict[str, str]]:
-    """A JSON object of strings, cut after a string about every _PIECE_BYTES.
+def _span(data: bytes) -> tuple[int, int] | None:
+    """Where the weight map's object lies in a usual index; None asks for a whole parse.
+
+    Usual is: the map comes last and no name in it has a brace. Proved by putting a small map in its
+    place: what is left must be an index with that map.
+    """
+    start = data.find(b"{", data.find(b'"weight_map"') + 1)
+    last = data.rfind(b"}", 0, max(0, data.rfind(b"}")))
+    if not 0 < start < last:
+        return None
+    if data.find(b"{", start + 1, last) >= 0 or data.find(b"}", start + 1, last) >= 0:
+        return None
+    try:
+        probed = msgspec.json.decode(data[:start] + _PROBE + data[last + 1 :], type=_Index)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return (start, last + 1) if bytes(probed.weight_map) == _PROBE else None
+
+
+def _decoded(text: bytes, start: int, stop: int) -> Iterator[dict[str, str]]:
+    """The JSON object of strings text[start:stop], cut after a string about every _PIECE_BYTES.
 
     A cut that is not between two entries leaves two halves that are not JSON, so a half that
     decodes proves its cut right; if one does not, all that is left is decoded at once.
     """
     decoder = msgspec.json.Decoder(dict[str, str])
-    start, end = text.find(b"{") + 1, text.rfind(b"}")
+    start, end = text.find(b"{", start, stop) + 1, text.rfind(b"}", start, stop)
     if not start:
         decoder.decode(text)  # raises: the map is no object
     while start < end:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +74,11 @@ class TinyExperts:
     def stored_hash(self, layer: int, expert: int) -> None:
         """Records are stored as they are."""
 
-    def release(self, layer: int, expert: int) -> None:
+    def position(self, layer: int, expert: int) -> tuple[str, int]:
+        """All at one place: any order is as good as another."""
+        return "", 0
+
+    def release(self, experts: Sequence[tuple[int, int]]) -> None:
         """Nothing is cached."""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from services.banks.builder import build
 from shared.core.placement import PlacedNode, Placement
+from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape, ModelShape
 from tests.support.expert_records import expert_record
 
@@ -20,10 +22,25 @@ class RandomExperts:
     """An ExpertSource whose records follow from their names, in any order of asking."""
 
     digest = "model-a"
+    layout = RecordLayout(SHAPE.expert)
 
     def expert_record(self, layer: int, expert: int) -> bytes:
         """The record of one expert."""
         return expert_record(SHAPE.expert, 1000 * layer + expert).tobytes()
+
+    def read_expert_record(self, layer: int, expert: int, buffer: memoryview) -> None:
+        """The same into a buffer."""
+        buffer[:] = self.expert_record(layer, expert)
+
+    def stored_hash(self, layer: int, expert: int) -> None:
+        """Records are stored as they are."""
+
+    def position(self, layer: int, expert: int) -> tuple[str, int]:
+        """All at one place: any order is as good as another."""
+        return "", 0
+
+    def release(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Nothing is cached."""
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from shared.core import placement as placements
 from shared.core.errors import BankError, CheckpointError, DigestMismatch, MeshError, PlacementError
 from shared.core.placement import PlacedNode, Placement
 from shared.core.record import RecordLayout
+from shared.core.shape import ExpertShape
 from shared.io.bank_file import BankFile, load_arena, verify
 from station.model.checkpoint import Checkpoint
 from tests.support.expert_records import tensor
@@ -117,6 +118,38 @@ def test_order_of_directory_entries_does_not_matter(
     for row, (layer, expert) in enumerate(bank.header.rows):
         name = f"language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight"
         assert arena[row, : len(stored[name])].tobytes() == stored[name]
+
+
+def test_assumed_stride_takes_the_wrong_expert(tmp_path: Path) -> None:
+    """B1, by value: base + id x stride finds expert 10 where 2 was asked for; the bank has 2."""
+    folder = write_tiny_checkpoint(
+        tmp_path / "c", seed=8, layers=2, experts=12, latent=32, width=48
+    )
+    with Checkpoint.open(folder) as checkpoint:
+        plan = placements.balanced(
+            checkpoint.digest, checkpoint.config.shape, [("n", "spark", 1.0)]
+        )
+        build(checkpoint, plan, "n", tmp_path / "n.k3bank")
+    with BankFile.open(tmp_path / "n.k3bank") as bank:
+        arena, row_of = load_arena(bank), bank.header.row_of()
+    stored = stored_tensors(folder)
+    name = "language_model.model.layers.1.block_sparse_moe.experts.{}.{}.weight"
+    size = len(stored[name.format(0, "w1")])
+    shard = next(
+        p for p in folder.glob("*.safetensors") if stored[name.format(0, "w1")] in p.read_bytes()
+    )
+    data = shard.read_bytes()
+    base = data.index(stored[name.format(0, "w1")])
+    # w1, w2 and w3 of an expert lie side by side, and all experts are of one size
+    stride = sum(len(stored[name.format(0, matrix)]) for matrix in ("w1", "w2", "w3"))
+    lexicographic = sorted(range(12), key=str)
+    for expert in range(12):
+        at = base + expert * stride
+        strided = data[at : at + size]
+        assert strided == stored[name.format(lexicographic[expert], "w1")]
+        assert (strided == stored[name.format(expert, "w1")]) == (expert < 2)
+        ours = arena[row_of[1, expert], :size].tobytes()
+        assert ours == stored[name.format(expert, "w1")]
 
 
 class Striding(RandomExperts):
@@ -257,7 +290,7 @@ def test_second_builder_is_refused(
 class Tampered(RandomExperts):
     """Changes the record of layer 2 expert 7."""
 
-    def __init__(self, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
+    def __init__(self, change: Callable[[np.ndarray], None]) -> None:
         self.change = change
 
     def expert_record(self, layer: int, expert: int) -> bytes:
@@ -265,8 +298,8 @@ class Tampered(RandomExperts):
         if (layer, expert) != (2, 7):
             return record
         data = np.frombuffer(record, np.uint8).copy()
-        changed = self.change(data)
-        return (data if changed is None else changed).tobytes()
+        self.change(data)
+        return data.tobytes()
 
 
 def put(name: str, index: int, value: int | float) -> Callable[[np.ndarray], None]:
@@ -288,13 +321,12 @@ def put(name: str, index: int, value: int | float) -> Callable[[np.ndarray], Non
         (put("w1.weight_scale_2", 0, float("nan")), r"w1\.weight_scale_2 is nan"),
         (put("w2.weight_scale_2", 0, -1.0), r"w2\.weight_scale_2 is -1\.0"),
         (put("w3.input_scale", 0, float("inf")), r"w3\.input_scale is inf"),
-        (lambda record: record[:-1], "bytes, but an expert of latent 48 and width 32 has"),
     ],
 )
 def test_bad_scales_are_named(
     tmp_path: Path,
     placement: Placement,
-    change: Callable[[np.ndarray], np.ndarray | None],
+    change: Callable[[np.ndarray], None],
     named: str,
 ) -> None:
     """NaN, negative and infinite scales and wrong lengths name layer, expert and tensor."""
@@ -327,6 +359,15 @@ def test_what_does_not_fit_is_refused(
     source.digest = digest
     with pytest.raises(kind, match=named):
         build(source, placement, node, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_placement_of_another_shape_is_refused(tmp_path: Path, placement: Placement) -> None:
+    """A placement whose experts have other sizes than the checkpoint's is named before any work."""
+    source = RandomExperts()
+    source.layout = RecordLayout(ExpertShape(latent=64, width=32))
+    with pytest.raises(CheckpointError, match="latent 48 and width 32, the checkpoint's 64 and 32"):
+        build(source, placement, "spark0", tmp_path / "spark0.k3bank")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -26,7 +26,7 @@ from shared.core.shape import ExpertShape
 from shared.io.bank_file import blake3_digest
 
 HEADER = BankHeader(
-    version=1,
+    version=2,
     name="spark0",
     node="spark0",
     tier="spark",
@@ -36,13 +36,14 @@ HEADER = BankHeader(
     layout="row-major",
     rows=((1, 10), (1, 2), (2, 10)),
     record_hashes=("a" * 64, "b" * 64, "c" * 64),
+    source_hashes=("d" * 64, "e" * 64, "f" * 64),
     tensor_checks=("0" * 96, "1" * 96, "2" * 96),
     producer="test",
 )
 
 
 def block_of(
-    text: bytes, *, magic: bytes = MAGIC, version: int = 1, length: int | None = None
+    text: bytes, *, magic: bytes = MAGIC, version: int = 2, length: int | None = None
 ) -> bytes:
     """A header block with a right hash around any JSON."""
     fields = struct.pack("<8sIQ", magic, version, len(text) if length is None else length)
@@ -74,7 +75,10 @@ def test_digest_covers_hashes_of_records() -> None:
 def test_block_size_does_not_depend_on_hashes() -> None:
     """A builder reserves the block before it knows the hashes."""
     draft = msgspec.structs.replace(
-        HEADER, record_hashes=("0" * 64,) * 3, tensor_checks=("0" * 96,) * 3
+        HEADER,
+        record_hashes=("0" * 64,) * 3,
+        source_hashes=("0" * 64,) * 3,
+        tensor_checks=("0" * 96,) * 3,
     )
     assert len(encode(draft, hasher=blake3_digest)) == len(encode(HEADER, hasher=blake3_digest))
 
@@ -85,7 +89,7 @@ def test_block_size_does_not_depend_on_hashes() -> None:
         (b"", "ends at byte 0"),
         (MAGIC, "ends at byte 8"),
         (block_of(b"{}", magic=b"GGUF\0\0\0\0"), "offset 0: .* is not the magic"),
-        (block_of(b"{}", version=2), "offset 8: bank format 2, this program reads 1"),
+        (block_of(b"{}", version=1), "offset 8: bank format 1, this program reads 2"),
         (block_of(b"{}", length=2**63), "offset 12: header of 9223372036854775808 bytes"),
         (block_of(b"{}", length=JSON_BYTES_MAX + 1), "offset 12"),
         (block_of(b"{}", length=0), "offset 12"),
@@ -118,6 +122,7 @@ def test_malformed_blocks_are_named(block: bytes, named: str) -> None:
         ({"rows": [[1, 10], [1, 2]]}, "2 rows have 3 record hashes"),
         ({"record_hashes": ["a" * 64, "b" * 64, "C" * 64]}, "record_hashes"),
         ({"tensor_checks": ["0" * 96]}, "1 tensor checks"),
+        ({"source_hashes": []}, "0 source hashes"),
         ({"extra": 1}, "extra"),
     ],
 )

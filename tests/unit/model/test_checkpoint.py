@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from shared.core.errors import CheckpointError, LocalProtocolError
 from shared.kernels import codecs
-from station.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from station.model.checkpoint import Checkpoint
+from station.model.shard_index import INDEX_FILE, SINGLE_FILE
 from station.model.tensor_table import PREFIX, expert_prefix
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 

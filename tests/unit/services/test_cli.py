@@ -10,6 +10,7 @@ import click
 import pytest
 
 from services import cli
+from services.pod.cli import as_called
 from shared.core.errors import BankError, MeshError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +34,8 @@ def test_help_groups_the_verbs() -> None:
     assert answer.returncode == 0, answer.stderr
     words = [line.split()[0] for line in answer.stdout.splitlines() if line.strip()]
     shown = words[words.index("Run:") :]
-    expected = ["Run:", "up", "chat", "Look:", "status", "bench", "Prepare:", "bank", "keys", "pod"]
+    expected = ["Run:", "up", "chat", "Look:", "status", "bench", "Prepare:"]
+    expected += ["census", "synth", "bank", "keys", "pod"]
     assert [word for word in shown if word in expected] == expected
 
 
@@ -53,7 +55,14 @@ def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["status", "--url", "http://127.0.0.1:1"], ["up", "--help"], ["keys", "--help"]],
+    [
+        ["--help"],
+        ["status", "--url", "http://127.0.0.1:1"],
+        ["up", "--help"],
+        ["keys", "--help"],
+        ["census", "/nowhere"],
+        ["synth", "/nowhere", "--layers", "0"],
+    ],
 )
 def test_looking_does_not_load_torch(arguments: list[str]) -> None:
     """torch costs seconds: only verbs that open a checkpoint may import it."""
@@ -87,6 +96,7 @@ def test_our_errors_are_one_line_with_their_status() -> None:
         (click.Abort(), 130),
         (click.UsageError("x"), 2),
         (BrokenPipeError(), 1),
+        (OSError(28, "No space left on device"), 1),
     ],
 )
 def test_every_end_has_its_exit_status(
@@ -119,3 +129,16 @@ def test_a_command_returns_its_own_status(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(cli.k3, "main", lambda *_a, value=returned, **_n: value)
 
         assert cli.run([]) == status
+
+
+@pytest.mark.parametrize(
+    ("argv_0", "shown"),
+    [
+        (".venv/bin/k3", ".venv/bin/k3"),
+        ("/home/me/my pod/.venv/bin/k3", "'/home/me/my pod/.venv/bin/k3'"),
+        ("/work/services/cli.py", "k3"),
+    ],
+)
+def test_the_lines_to_copy_name_the_program_as_it_was_called(argv_0: str, shown: str) -> None:
+    """A shell can run what `k3 up` prints; `python -m` leaves no such name."""
+    assert as_called(argv_0) == shown

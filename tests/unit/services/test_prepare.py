@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ LAYOUT = RecordLayout(SHAPE.expert)
 class Model:
     """Expert records that say which expert they are."""
 
+    layout = LAYOUT
+
     def __init__(self, digest: str = "a" * 64) -> None:
         self.digest = digest
         self.broken: tuple[int, int] | None = None
@@ -40,6 +43,20 @@ class Model:
         record = np.zeros(LAYOUT.record_bytes, np.uint8)
         record[0], record[1] = layer, expert
         return record.tobytes()
+
+    def read_expert_record(self, layer: int, expert: int, buffer: memoryview) -> None:
+        """The same into a buffer."""
+        buffer[:] = self.expert_record(layer, expert)
+
+    def stored_hash(self, layer: int, expert: int) -> None:
+        """Records are stored as they are."""
+
+    def position(self, layer: int, expert: int) -> tuple[str, int]:
+        """All at one place: any order is as good as another."""
+        return "", 0
+
+    def release(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Nothing is cached."""
 
 
 def plan(**changes: object) -> PodPlan:

@@ -1,0 +1,1 @@
+"""`k3 census`: what a checkpoint holds, to the byte, from its headers."""
