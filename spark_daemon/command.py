@@ -25,7 +25,7 @@ def node_command(kind: Kind, *, default_name: str | None = None) -> click.Comman
     @click.command(
         name=f"k3-{kind}",
         help=(
-            f"Serve the bank NAME as a {kind} node until SIGTERM. Settings: "
+            f"Serve the bank NAME as a node of the {kind} tier until SIGTERM. Settings: "
             f"/etc/k3/{kind}/NAME.toml; options win over the file.\n\n"
             f"Example: k3-{kind} {default_name or 'spark0'} --station tcp://10.0.0.1:8381\n\n"
             "Exit status: 0 stopped, 1 failed, 2 wrong usage, 78 settings, key or bank refused."

@@ -20,13 +20,14 @@ CONFIG_ROOT: Final = Path("/etc/k3")
 BANK_ROOT: Final = Path("/var/lib/k3/banks")
 STATION_ADDRESS: Final = "tcp://127.0.0.1:8381"
 _FILE_BYTES_MAX: Final = 64 * 1024
+_PATHS: Final = ("bank", "station_key", "node_key")
 
 PathText: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 Kind: TypeAlias = Literal["spark", "grace", "rtx"]
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checked settings of one node; paths are as written by the operator."""
+    """Checked settings of one node."""
 
     name: NodeName
     tier: Tier
@@ -36,7 +37,6 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     node_key: PathText
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     kernel: Literal["auto", "cpu", "reference"] = "auto"
-    fabric: Literal["shm"] = "shm"
     pin: bool = True
 
 
@@ -45,12 +45,18 @@ def load(
 ) -> NodeConfig:
     """Settings of node `name`; `overrides` that are None were not given.
 
-    Without `path` the file is /etc/k3/KIND/NAME.toml and may be missing; a `path` must exist.
-    Raises ConfigError.
+    Without `path` the file is /etc/k3/KIND/NAME.toml and may be missing; a `path` must exist. Its
+    relative paths count from its folder, those of `overrides` from the working directory. Raises
+    ConfigError.
     """
     checked_name(name, kind="node")
     file = path or CONFIG_ROOT / kind / f"{name}.toml"
-    written = _read(file, must_exist=path is not None)
+    written = _from_folder(file.parent, _read(file, must_exist=path is not None))
+    if written.get("name", name) != name:
+        raise ConfigError(
+            f"settings file {file}: its name is {written['name']!r}, but node {name!r} was asked "
+            "for: name the file of that node"
+        )
     given = {field: value for field, value in overrides.items() if value is not None}
     merged = {**_defaults(kind, name), **written, **given}
     try:
@@ -71,6 +77,16 @@ def _defaults(kind: Kind, name: str) -> dict[str, object]:
         "station_key": str(keys / "station.key"),
         "node_key": str(keys / f"{name}.key_secret"),
     }
+
+
+def _from_folder(folder: Path, written: Mapping[str, object]) -> dict[str, object]:
+    """Settings with the paths among them made independent of the working directory."""
+    paths = {}
+    for field in _PATHS:
+        path = written.get(field)
+        if isinstance(path, str) and path:  # anything else is refused with the field's name
+            paths[field] = str(folder / path)
+    return {**written, **paths}
 
 
 def _read(file: Path, *, must_exist: bool) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Builds a node from its settings and runs it; turns every end into an exit status.
 
-The only place that reads the environment, sets the event loop, installs signal handlers and draws
-random numbers.
+The only place that sets the event loop, installs signal handlers, takes a clock and draws random
+numbers.
 """
 
 from __future__ import annotations

@@ -112,11 +112,6 @@ class RingServer:
         """Whether any dispatch is in hand, queued, or announced by a bell."""
         return not self._waiting or bool(np.any(self._bells != self._seen))
 
-    @property
-    def watches_suspects(self) -> bool:
-        """Whether a refused slot may still turn out to be merely late."""
-        return bool(self._suspects)
-
     def run(self) -> None:
         """Serve until `stop`. FabricError when the Station's ring cannot be written any more."""
         while not self._stopping:

@@ -18,9 +18,9 @@ from structlog.typing import FilteringBoundLogger
 from shared.core import wire
 from shared.core.errors import ConfigError, MeshError
 from shared.io import journal, keys
-from shared.io.link_station import listen as listen_control
+from shared.io.link import listen as listen_control
 from shared.io.process import tie_to_parent
-from shared.io.systemd import Notifier, should_ping, watchdog_interval_us
+from shared.io.systemd import Notifier, Pulse, Watchdog, watchdog_interval_us
 from station import config as configs
 from station.assembly import (
     Core,
@@ -137,17 +137,16 @@ async def _guard(engine: Engine) -> None:
 
 
 async def _watchdog(pod: Coordinator, engine: Engine, notifier: Notifier) -> None:
-    """Feed systemd only while work moves or there is none."""
+    """Feed systemd, when it watches, only while work moves or there is none."""
     interval_us = watchdog_interval_us(os.environ, os.getpid())
     if interval_us is None:
         return
-    before = engine.progress
-    while True:
-        await asyncio.sleep(interval_us / 2e6)
-        alive, reason = pod.liveness()
-        progress, before = (before, engine.progress), engine.progress
-        if should_ping(*progress, idle=alive and engine.active == 0):
-            notifier.notify(WATCHDOG="1", STATUS=reason)
+
+    def pulse() -> Pulse:
+        alive, _ = pod.liveness()
+        return Pulse(engine.progress, idle=alive and engine.active == 0)
+
+    await Watchdog(notifier, interval_us, pulse).run()
 
 
 def http_token(config: StationConfig) -> str | None:

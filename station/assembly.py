@@ -20,7 +20,7 @@ from shared.core.placement import Placement
 from shared.core.ring_layout import RingShape
 from shared.core.wire import ToNode, ToStation
 from shared.io.fabric_shm import ShmFabric
-from shared.io.link_station import StationLink
+from shared.io.link import StationLink
 from shared.kernels.expert import ExpertKernel
 from shared.kernels.select import select_kernel
 from station import epoch_file, faults
@@ -31,7 +31,7 @@ from station.engine import Engine
 from station.expert_path import ExpertPath, NodeReport
 from station.http.app import build_app
 from station.http.chat import ChatParts
-from station.http.limits import Limits
+from station.http.limits import EndpointLimits
 from station.http.metrics import HttpCounters
 from station.local_experts import ColdStore, LocalTier
 from station.membership import Membership
@@ -233,7 +233,7 @@ def build_chat(
     parts = ChatParts(
         backend=pod,
         tokenizer=core.tokenizer,
-        limits=Limits(),
+        limits=EndpointLimits(),
         counters=HttpCounters(),
         log=log,
         new_id=lambda: secrets.token_hex(12),

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, assert_never
 
 from structlog.typing import FilteringBoundLogger
 
@@ -164,19 +164,22 @@ class Coordinator:
                         yield event
                     case Finished():
                         ended = True  # whether or not the caller comes back for the end
-                        log.info(
+                        # the endpoint writes the one line per request that operators read
+                        log.debug(
                             "request_finished",
                             reason=event.reason,
                             tokens=tokens,
                             cold_rows=event.cold_rows,
                         )
                         yield event
+                    case _:
+                        assert_never(event)
         finally:
             self.totals.cold_rows += lane.cold_rows
             if not ended:
                 self._engine.send(Cancel(request.request_id))
                 self.totals.cancelled += 1
-                log.info("request_cancelled", tokens=tokens)
+                log.debug("request_cancelled", tokens=tokens)
 
     def _note_failure(self, log: FilteringBoundLogger, error: MeshError) -> None:
         self.totals.failed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -41,11 +42,13 @@ def _read(path: Path) -> int:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".partial")
-    with temporary.open("w", encoding="ascii") as file:
+    with ExitStack() as undo:
+        file = undo.enter_context(temporary.open("w", encoding="ascii"))
+        undo.callback(temporary.unlink, missing_ok=True)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+        temporary.replace(path)
     # without this a power cut may bring the old name back, and with it the old epochs
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -7,6 +7,7 @@ lose a node exactly while a given token is in a given layer. See docs/decisions.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from shared.core.errors import ConfigError
 from station.ledger import WorkKey
 
 VARIABLE: Final = "K3_FAULT"
+_KILL: Final = re.compile(r"kill:(?P<node>[^:]+):(?P<step>[0-9]{1,9}):(?P<layer>[0-9]{1,9})")
 
 
 class Faults(Protocol):
@@ -70,8 +72,8 @@ def from_environ(environ: Mapping[str, str], pid_of: Callable[[str], int | None]
         return NoFaults()
     kills = []
     for part in text.split(","):
-        words = part.split(":")
-        if len(words) != 4 or words[0] != "kill" or not (words[2] + words[3]).isdigit():
+        words = _KILL.fullmatch(part)
+        if words is None:
             raise ConfigError(f"{VARIABLE}: {part!r} is not kill:NODE:STEP:LAYER; unset it")
-        kills.append(Kill(words[1], int(words[2]), int(words[3])))
+        kills.append(Kill(words["node"], int(words["step"]), int(words["layer"])))
     return KillNodes(kills, pid_of)

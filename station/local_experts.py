@@ -68,7 +68,6 @@ class ColdStore:
         self._source = source
         self._arena = np.zeros((capacity, RecordLayout(shape).stride_bytes), np.uint8)
         self._row: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self.rows_computed = 0
         self.records_read = 0
 
     def rows(self, layer: int, experts: Ids, tokens: Ids, activations: Rows) -> Rows:
@@ -81,7 +80,6 @@ class ColdStore:
             chosen = np.flatnonzero(np.isin(experts, part))
             arena_rows = np.array([row_of[int(expert)] for expert in experts[chosen]], np.int32)
             out[chosen] = _run(self._kernel, self._arena, arena_rows, tokens[chosen], activations)
-        self.rows_computed += len(experts)
         return out
 
     def _fetch(self, layer: int, expert: int) -> int:

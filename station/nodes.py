@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,7 @@ from shared.core.wire import (
     ToStation,
 )
 from shared.io.fabric import AccessRefused, Fabric, FabricError, Region, RemoteRegion
-from shared.io.link_base import PeerUnreachable
-from shared.io.link_station import Peer, StationLink
+from shared.io.link import Peer, PeerUnreachable, StationLink
 from shared.kernels import canary
 from shared.kernels.expert import ExpertKernel
 from station.channel import NodeChannel
@@ -162,6 +161,8 @@ class Nodes:
                     self._apply(HeartbeatCame(peer.name, epoch, self.now_us()))
                 case Goodbye(epoch=epoch, reason=reason):
                     self._apply(NodeEnded(peer.name, epoch, f"goodbye: {reason}"))
+                case _:
+                    assert_never(message)
 
     def _note_impostor(self, peer: Peer, claimed: str) -> None:
         if peer.name not in self._impostors:  # once per node: the log is not the node's to fill
@@ -213,6 +214,8 @@ class Nodes:
                 self._send(self._peers[node], refusal)
             case Fence(node=node, epoch=epoch, reason=reason):
                 self._fence(node, epoch, reason)
+            case _:
+                assert_never(action)
 
     def _offer(self, hello: Hello, epoch: int) -> None:
         node = hello.sender

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -71,6 +71,7 @@ def status(pod: ReportedPod) -> dict[str, object]:
         "cold_rows": totals.cold_rows,
         "cold_records_read": pod.cold_store_reads,
         "keys_refused": pod.nodes.link.keys_refused,
+        "control": asdict(pod.nodes.link.counters),
         "decode": decode_times(totals.times),
         "nodes": [_node(pod, place) for place in range(len(pod.nodes.places.stats))],
     }
@@ -138,6 +139,8 @@ def metrics(pod: ReportedPod) -> Sequence[Metric]:
     """Prometheus families; node counters carry the labels node and tier."""
     totals = pod.totals
     places = pod.nodes.places
+    link = pod.nodes.link
+    frames_refused = link.counters.malformed + link.counters.oversized
     serving = [lease.state is LeaseState.SERVING for lease in pod.nodes.membership.leases.values()]
 
     def per_node(name: str, help_text: str, value: Callable[[NodeStats], int]) -> Metric:
@@ -157,6 +160,8 @@ def metrics(pod: ReportedPod) -> Sequence[Metric]:
         one("k3_requests_refused_total", "counter", "Requests refused.", pod.admission.refused),
         one("k3_requests_open", "gauge", "Requests running or waiting.", pod.admission.open),
         one("k3_tokens_total", "counter", "Tokens generated.", totals.tokens),
+        one("k3_keys_refused_total", "counter", "Connections refused by key.", link.keys_refused),
+        one("k3_frames_refused_total", "counter", "Control frames refused.", frames_refused),
         one("k3_nodes_serving", "gauge", "Nodes with a granted lease.", sum(serving)),
         per_node("k3_rows_total", "Rows accounted from their home.", lambda s: s.rows),
         per_node("k3_cold_rows_total", "Rows the cold store computed.", lambda s: s.cold_rows),

@@ -10,14 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["sample", "step_rng"]
-
 _WORD = (1 << 64) - 1
 _NUCLEUS_GUESSES = (64, 2048)  # most nuclei are small; sorting 163,840 logits takes 20 ms
 
 
 def step_rng(seed: int, position: int) -> np.random.Generator:
-    """The generator for one token: ``seed`` of the request, ``position`` of the token in it.
+    """The generator for one token: `seed` of the request, `position` of the token in it.
 
     Any integer is a seed (taken modulo 2**64). Philox is counter-based: nothing carries over.
     """
@@ -26,11 +24,11 @@ def step_rng(seed: int, position: int) -> np.random.Generator:
 
 
 def sample(logits: ArrayLike, temperature: float, top_p: float, rng: np.random.Generator) -> int:
-    """The chosen token id. ``logits`` is f32 [V] (numpy or a CPU torch tensor), finite or -inf.
+    """The chosen token id. `logits` is f32 [V] (numpy or a CPU torch tensor), finite or -inf.
 
-    ``temperature`` 0 takes the largest logit, the lowest id among equals, and draws nothing.
+    `temperature` 0 takes the largest logit, the lowest id among equals, and draws nothing.
     Otherwise one uniform number is drawn and the token is taken from the smallest set of most
-    likely tokens whose probabilities sum to at least ``top_p`` (equal ones by lowest id).
+    likely tokens whose probabilities sum to at least `top_p` (equal ones by lowest id).
     """
     values = np.asarray(logits, dtype=np.float64)
     if temperature == 0.0:
@@ -43,7 +41,7 @@ def sample(logits: ArrayLike, temperature: float, top_p: float, rng: np.random.G
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
-    """Ids of the smallest most likely set that holds ``top_p`` of the weight, most likely first."""
+    """Ids of the smallest most likely set that holds `top_p` of the weight, most likely first."""
     wanted = top_p * weights.sum()
     for guess in (*_NUCLEUS_GUESSES, weights.size):
         count = min(guess, weights.size)

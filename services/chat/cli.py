@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
 import click
 
 from services.pod.endpoint import open_client, token_option, url_option
+from services.ranges import RealRange
+
+
+def _utf8(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """An argument's bytes as UTF-8, whatever the locale took them for."""
+    if value is None:
+        return None
+    try:
+        return os.fsencode(value).decode("utf-8")
+    except UnicodeError:
+        raise click.BadParameter("is not text in UTF-8") from None
 
 
 @click.command(
@@ -17,11 +29,15 @@ from services.pod.endpoint import open_client, token_option, url_option
 )
 @url_option
 @token_option
-@click.option("--once", metavar="TEXT", help="Ask this, print only the answer, and end.")
-@click.option("--system", metavar="TEXT", help="System message before the first turn.")
+@click.option(
+    "--once", metavar="TEXT", callback=_utf8, help="Ask this, print only the answer, and end."
+)
+@click.option(
+    "--system", metavar="TEXT", callback=_utf8, help="System message before the first turn."
+)
 @click.option(
     "--temperature",
-    type=click.FloatRange(0, 2),
+    type=RealRange(0, 2),
     default=0.0,
     show_default=True,
     help="0 always takes the likeliest token: what a small demonstration model needs.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +12,7 @@ import click
 
 from services.pod.layout import SPARKS_MAX
 from services.pod.paths import default_checkpoint, default_state_dir
+from services.ranges import RealRange
 
 _checkpoint_option = click.option(
     "--checkpoint",
@@ -35,6 +38,13 @@ _on_miss_option = click.option(
     default="exact",
     show_default=True,
     help="When a node is lost: recompute its experts from the checkpoint, or fail the request.",
+)
+_dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="What the Station computes in.",
 )
 
 
@@ -64,18 +74,12 @@ _on_miss_option = click.option(
 )
 @click.option(
     "--restart-delay-s",
-    type=click.FloatRange(0, 600),
+    type=RealRange(0, 600),
     default=0.5,
     show_default=True,
     help="Wait before the first restart; doubles while it keeps failing, up to 10 s.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="What the Station computes in.",
-)
+@_dtype_option
 @click.option(
     "--spin-us",
     type=click.IntRange(0, 1_000_000),
@@ -123,8 +127,14 @@ def up(
                 delay_us_max=max(delay_us, 10_000_000),
             ),
             verbose=verbose,
+            program=as_called(sys.argv[0]),
         )
     )
+
+
+def as_called(argv_0: str) -> str:
+    """A word that calls this program again in another shell: `.venv/bin/k3` is in no PATH."""
+    return shlex.quote(argv_0) if Path(argv_0).name == "k3" else "k3"
 
 
 @click.group()
@@ -132,7 +142,7 @@ def pod() -> None:
     """Lay out a pod for systemd."""
 
 
-@pod.command(epilog="Example: k3 pod init --sparks 2 && systemctl start k3-pod.target")
+@pod.command(epilog="Example: k3 pod init --sparks 2, then the systemctl line that it prints")
 @click.option(
     "--root",
     type=click.Path(path_type=Path, file_okay=False),
@@ -155,13 +165,7 @@ def pod() -> None:
     help="Where nodes join the Station.",
 )
 @click.option("--model-name", default="k3-demo", show_default=True, help="Name clients ask for.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="What the Station computes in.",
-)
+@_dtype_option
 def init(
     *,
     root: Path,

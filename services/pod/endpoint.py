@@ -48,7 +48,10 @@ class PodRefused(MeshError):
 
 def base_url(url: str) -> str:
     """`url` without path; ConfigError when it is no http address."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"address {url!r}: {error}; write http://HOST:PORT") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ConfigError(f"address {url!r} is not understood: write http://HOST:PORT")
     if parts.path.strip("/") not in ("", "v1"):
@@ -58,15 +61,23 @@ def base_url(url: str) -> str:
 
 def open_client(url: str, token: str | None, *, idle_s: float = _IDLE_S) -> httpx.Client:
     """A client for the pod at `url`; proxies of the environment are not asked for loopback."""
+    if token and not (token.isascii() and token.isprintable()):
+        raise ConfigError("the token has characters no HTTP header may hold: copy it again")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     base = base_url(url)
     is_loopback = urlsplit(base).hostname in ("127.0.0.1", "localhost", "::1")
-    return httpx.Client(
-        base_url=base,
-        headers=headers,
-        timeout=httpx.Timeout(idle_s, connect=_CONNECT_S),
-        trust_env=not is_loopback,
-    )
+    try:
+        return httpx.Client(
+            base_url=base,
+            headers=headers,
+            timeout=httpx.Timeout(idle_s, connect=_CONNECT_S),
+            trust_env=not is_loopback,
+        )
+    except (ValueError, ImportError) as error:  # a kind of proxy that httpx does not know
+        raise ConfigError(
+            f"the proxy settings of the environment cannot be used: {error}; unset them or set "
+            "NO_PROXY"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -55,16 +55,23 @@ def exclusive(directory: Path) -> Iterator[None]:
             f"cannot use state folder {directory}: {error.strerror}; choose another with "
             "--state-dir"
         ) from error
-    with open(descriptor, "r+", encoding="ascii") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = stream.read(32).strip() or "unknown"
-            raise ConfigError(
-                f"state folder {directory} is in use by process {holder}: stop that `k3 up` first, "
-                "or give this one another --state-dir"
-            ) from None
-        stream.truncate(0)
-        stream.write(f"{os.getpid()}\n")
-        stream.flush()
+    try:
+        _take(descriptor, directory)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, directory: Path) -> None:
+    """Lock the opened file and note who holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        raise ConfigError(
+            f"state folder {directory} is in use by process {holder}: stop that `k3 up` first, "
+            "or give this one another --state-dir"
+        ) from None
+    with contextlib.suppress(OSError):  # a full disk costs the name of the holder, not the lock
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -2,7 +2,7 @@
 
 The rules are systemd's `Restart=on-failure` with `RestartPreventExitStatus=78`: a refused setting
 is never retried, a clean exit was somebody's wish, anything else is restarted with growing delays
-until it has failed too often within the window.
+until it has failed too often within the window. A pod that has served goes on without a node.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def decide(
     """
     reason = ending(exit_status)
     if exit_status == EXIT_CONFIG:
+        if was_ready and not is_station:
+            return LeaveDown(reason)
         return StopPod(reason, EXIT_CONFIG)
     if exit_status == 0:
         if is_station:

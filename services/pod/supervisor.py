@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Final, assert_never
+from typing import Final, assert_never
 
 from services.pod.children import Child
 from services.pod.last_words import last_words
@@ -26,7 +28,7 @@ from services.pod.supervision import (
     decide,
     ending,
 )
-from shared.core.errors import EXIT_CONFIG, ConfigError, MeshError
+from shared.core.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError, MeshError
 
 READY_S: Final = 180.0  # a cold start on a busy two-core host takes about 20 s
 PROBE_S: Final = 0.1
@@ -70,16 +72,16 @@ class SupervisorOptions:
 class _Output:
     """What a child printed: all of it to its log file, the end of it for the error message."""
 
-    file: BinaryIO
+    file: FileIO | None  # None: the log cannot be written
     echo: Callable[[str], None] | None
     tail: bytes = b""
     unfinished: bytes = b""
 
     def add(self, chunk: bytes) -> None:
         """Keep a piece of output; `echo` gets whole lines."""
-        with contextlib.suppress(OSError):  # a full disk costs the log, not the pod
-            self.file.write(chunk)
-            self.file.flush()
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # a full disk costs the log, not the pod
+                self.file.write(chunk)
         self.tail = (self.tail + chunk)[-_TAIL_BYTES:]
         *lines, rest = (self.unfinished + chunk).split(b"\n")
         self.unfinished = rest[-_TAIL_BYTES:]
@@ -145,6 +147,8 @@ class Supervisor:
                     self.say(f"{child.name}: {ending(status)}; again in {delay_us / 1e6:g} s")
                     await self._pause(delay_us / 1e6)
                 case LeaveDown(reason=reason):
+                    if status > 0:
+                        reason += f"; {words}"
                     self.say(
                         f"{child.name}: {reason}; left down, its experts come from the Station"
                     )
@@ -157,7 +161,29 @@ class Supervisor:
 
     async def _run_once(self, child: Child) -> tuple[int, str]:
         """Start, collect output, wait: (exit status, what it said last)."""
-        process = await asyncio.create_subprocess_exec(
+        try:
+            process = await self._start(child)
+        except OSError as error:  # the host is out of memory or processes: like a failed start
+            return EXIT_FAILED, f"cannot start {child.argv[0]}: {error.strerror}"
+        self._running[child.name] = process
+        self.pids[child.name] = process.pid
+        if self._stopping.is_set():
+            process.terminate()
+        try:
+            with self._log_file(child) as file:
+                echo = self.options.echo
+                output = _Output(file, None if echo is None else partial(echo, child.name))
+                await self._collect(process, output)
+            return await process.wait(), last_words(output.tail)
+        finally:
+            del self._running[child.name]
+            if process.returncode is None:  # this task was cancelled
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+    async def _start(self, child: Child) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             *child.argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -166,33 +192,31 @@ class Supervisor:
             # the terminal's Ctrl-C is for the supervisor, which ends the pod in order
             process_group=0,
         )
-        self._running[child.name] = process
-        self.pids[child.name] = process.pid
-        if self._stopping.is_set():
-            process.terminate()
-        try:
-            with contextlib.closing(self._log_file(child)) as file:
-                echo = self.options.echo
-                output = _Output(file, None if echo is None else partial(echo, child.name))
-                await self._collect(process, output)
-            return await process.wait(), last_words(output.tail)
-        finally:
-            del self._running[child.name]
-            if process.returncode is None:  # this task was cancelled, or the log failed
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
 
     def _turn_logs(self) -> None:
         """Keep the last run's logs, and no older ones."""
-        self.options.logs.mkdir(parents=True, exist_ok=True)
-        for child in self.children:
-            log = self.options.logs / f"{child.name}.log"
-            if log.exists():
-                log.replace(log.with_suffix(".previous.log"))
+        logs = self.options.logs
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            for child in self.children:
+                log = logs / f"{child.name}.log"
+                if log.exists():
+                    log.replace(log.with_suffix(".previous.log"))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep logs in {logs}: {error.strerror}; make it a writable folder"
+            ) from error
 
-    def _log_file(self, child: Child) -> BinaryIO:
-        return (self.options.logs / f"{child.name}.log").open("ab")
+    def _log_file(self, child: Child) -> AbstractContextManager[FileIO | None]:
+        """The child's log; None, said once per start, when a running pod lost its folder."""
+        logs = self.options.logs
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            # no buffer: what a full disk refused must not come back as an error of `close`
+            return (logs / f"{child.name}.log").open("ab", buffering=0)
+        except OSError as error:
+            self.say(f"{child.name}: runs without a log: {logs}: {error.strerror}")
+            return contextlib.nullcontext()
 
     async def _collect(self, process: asyncio.subprocess.Process, output: _Output) -> None:
         stream = process.stdout

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -44,6 +44,7 @@ class UpOptions:
     spin_us: int
     restart: RestartPolicy
     verbose: bool
+    program: str  # how the operator called `k3`, for the lines to copy
 
 
 def run_pod(options: UpOptions) -> None:
@@ -103,7 +104,7 @@ async def _supervise(options: UpOptions, layout: PodLayout, port: int) -> None:
     url = f"http://{LOOPBACK}:{port}"
     _say(f"starting the Station and {len(layout.nodes)} nodes; logs in {layout.paths.logs}")
     async with httpx.AsyncClient(base_url=url, timeout=_PROBE_TIMEOUT_S, trust_env=False) as client:
-        await supervisor.run(_ready_probe(client), _announcer(url, layout))
+        await supervisor.run(_ready_probe(client), _announcer(url, layout, options.program))
     _say("stopped")
 
 
@@ -118,18 +119,21 @@ def _ready_probe(client: httpx.AsyncClient) -> Probe:
     return probe
 
 
-def _announcer(url: str, layout: PodLayout) -> Callable[[], None]:
+def _announcer(url: str, layout: PodLayout, k3: str) -> Callable[[], None]:
     def announce() -> None:
-        click.echo(f"ready: {url}/v1 (model {MODEL_NAME}, {len(layout.nodes)} nodes)")
-        _say(f"talk to it with `k3 chat --url {url}`; look at it with `k3 status --url {url}`")
+        with suppress(OSError):
+            click.echo(f"ready: {url}/v1 (model {MODEL_NAME}, {len(layout.nodes)} nodes)")
+        _say(f"talk to it with `{k3} chat --url {url}`, look at it with `{k3} status --url {url}`")
         _say("Ctrl-C stops the pod")
 
     return announce
 
 
 def _say(line: str) -> None:
-    click.echo(f"k3: {line}", err=True)
+    with suppress(OSError):  # a reader that went away costs the words, not the pod
+        click.echo(f"k3: {line}", err=True)
 
 
 def _echo(name: str, line: str) -> None:
-    click.echo(f"{name:>8} | {line}", err=True)
+    with suppress(OSError):
+        click.echo(f"{name:>8} | {line}", err=True)

@@ -64,8 +64,9 @@ def headline(status: PodStatus) -> Sequence[str]:
     """The pod as a whole, in two lines."""
     requests = status.requests
     word = "ready" if status.ready else "NOT READY"
+    state = word if status.state == word else f"{word} ({status.state})"
     return (
-        f"{status.model}: {word} ({status.state}), on a miss: {status.on_miss}",
+        f"{status.model}: {state}, on a miss: {status.on_miss}",
         f"requests {requests.get('total', 0)}, open {requests.get('open', 0)}, "
         f"failed {requests.get('failed', 0)}, refused {requests.get('refused', 0)}; "
         f"tokens {status.tokens}",

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_CONFIG = (
-    78  # EX_CONFIG of sysexits.h: systemd does not restart on it (RestartPreventExitStatus)
-)
+EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not retry it (RestartPreventExitStatus)
 
 
 class MeshError(Exception):

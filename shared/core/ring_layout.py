@@ -48,7 +48,7 @@ class Header(NamedTuple):
     payload_bytes: int
     time_us: int  # dispatch: budget left when sent; reply: time the dispatch waited in the node
     compute_us: int  # reply only
-    kernel_id: int  # reply only: which kernel computed the rows
+    kernel_id: int  # dispatch: the Station's kernel; reply: the one that computed the rows
     checksum: int = 0
 
     def pack(self) -> bytes:

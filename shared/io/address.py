@@ -45,11 +45,11 @@ def check_listen_address(address: str, *, allow_remote: bool) -> TcpAddress:
         host = ipaddress.ip_address(parsed.host)
     except ValueError:
         raise ConfigError(
-            f"cannot listen on {address!r}: give the numeric IP of this host, e.g. tcp://127.0.0.1:7703"
+            f"cannot listen on {address!r}: give the numeric IP of this host, e.g. tcp://127.0.0.1:8381"
         ) from None
     if not host.is_loopback and not allow_remote:
         raise ConfigError(
-            f"refusing to listen on {address}: other machines can reach it. Set allow_remote if "
-            "that is wanted, or use 127.0.0.1"
+            f"refusing to listen on {address}: other machines can reach it. Set "
+            "allow_remote_control = true if that is wanted, or use 127.0.0.1"
         )
     return parsed

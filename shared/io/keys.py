@@ -13,6 +13,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -50,12 +51,16 @@ def create(directory: Path, name: str) -> KeyPair:
     written.
     """
     checked_name(name, kind="key")
+    public_file = directory / f"{name}{PUBLIC_SUFFIX}"
+    secret_file = directory / f"{name}{SECRET_SUFFIX}"
     public, secret = (half.decode("ascii") for half in zmq.curve_keypair())
     secret_text = _render(f"secret key of {name}: never copy this file", public, secret)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_new(directory / f"{name}{SECRET_SUFFIX}", secret_text, mode=0o600)
-        _write_new(directory / f"{name}{PUBLIC_SUFFIX}", _render(f"public key of {name}", public))
+        with ExitStack() as undo:  # half a pair, or half a file, would stop every later start
+            _write_new(secret_file, secret_text, undo, mode=0o600)
+            _write_new(public_file, _render(f"public key of {name}", public), undo)
+            undo.pop_all()
     except FileExistsError as error:
         raise ConfigError(
             f"key file {error.filename} already exists: remove it first if {name!r} shall get a "
@@ -63,7 +68,8 @@ def create(directory: Path, name: str) -> KeyPair:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"cannot write a key to {directory}: {error.strerror}: make the folder writable"
+            f"cannot write a key to {directory}: {error.strerror}: make the folder writable and "
+            "free some space"
         ) from error
     return KeyPair(name, public, secret)
 
@@ -156,9 +162,11 @@ def _render(title: str, public: str, secret: str | None = None) -> str:
     return "\n".join([*lines, ""])
 
 
-def _write_new(path: Path, text: str, mode: int = 0o644) -> None:
+def _write_new(path: Path, text: str, undo: ExitStack, mode: int = 0o644) -> None:
+    """Make a file that was not there; `undo` removes it again."""
     # The mode is given at creation: a secret is never readable by others, not even for a moment.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    undo.callback(path.unlink, missing_ok=True)
     with open(descriptor, "w", encoding="ascii") as stream:
         stream.write(text)
 

@@ -1,17 +1,15 @@
-"""Processes that depend on each other: a child ends with its parent, an exit is noticed at once.
+"""A child process that ends with its parent.
 
-Linux only (prctl, pidfd). Must not know what the processes do.
+Linux only (prctl). Must not know what the processes do.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import signal
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from shared.core.errors import ConfigError, MeshError
 
@@ -52,37 +50,3 @@ def tie_to_parent(environ: Mapping[str, str]) -> None:
         if not parent.isdigit():
             raise ConfigError(f"{PARENT_VARIABLE} is {parent!r}: it must be a process id, or unset")
         die_with_parent(int(parent))
-
-
-class PidWatch:
-    """Notices the end of a process, also of one that is not a child. An async context manager.
-
-    `exited` is set when the process has ended (a zombie counts). Holds the process by a pidfd, so a
-    pid that is used again later is never taken for it.
-    """
-
-    def __init__(self, pid: int) -> None:
-        """Watching starts with `async with`."""
-        self.pid: Final = pid
-        self.exited: Final = asyncio.Event()
-        self._descriptor = -1
-
-    async def __aenter__(self) -> Self:
-        """Start watching on the running loop; ProcessLookupError when there is no such process."""
-        self._descriptor = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._on_exit)
-        return self
-
-    async def __aexit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        """Stop watching."""
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        os.close(self._descriptor)
-
-    def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        self.exited.set()

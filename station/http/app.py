@@ -25,13 +25,11 @@ from station.http.errors import (
 )
 from station.http.metrics import CONTENT_TYPE, prometheus_text
 
-__all__ = ["build_app"]
-
 _OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no secrets
 
 
 def build_app(parts: ChatParts, *, token: str | None = None) -> Starlette:
-    """The ASGI application. With ``token``, all but the probes need ``Authorization: Bearer``."""
+    """The ASGI application. With `token`, all but the probes need `Authorization: Bearer`."""
     views = _Views(parts)
     return Starlette(
         routes=[
@@ -82,7 +80,7 @@ class _Views:
         return Response(prometheus_text(families), media_type=CONTENT_TYPE)
 
     async def status(self, _request: Request) -> Response:
-        """What ``k3 status --json`` prints."""
+        """What `k3 status --json` prints."""
         return json_response(self._backend.status())
 
 

@@ -12,21 +12,19 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from shared.core.errors import MeshError, RequestError
-from station.http.limits import Limits
-
-__all__ = ["ClientGone", "read_body", "while_connected"]
+from station.http.limits import EndpointLimits
 
 
 class ClientGone(Exception):
     """The client closed its connection (or stopped reading); nobody is left to answer."""
 
     def __init__(self, reason: str) -> None:
-        """``reason`` is the label of the metric: ``disconnect`` or ``slow_reader``."""
+        """`reason` is the label of the metric: `disconnect` or `slow_reader`."""
         super().__init__(reason)
         self.reason = reason
 
 
-async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes:
+async def read_body(receive: Receive, headers: Headers, limits: EndpointLimits) -> bytes:
     """The whole body; RequestError 400, 408, 413 or 415, or ClientGone.
 
     A body that declares too large a size is refused before it is read.
@@ -59,9 +57,9 @@ async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Run ``work`` and cancel it the moment the client disconnects (ClientGone).
+    """Run `work` and cancel it the moment the client disconnects (ClientGone).
 
-    A MeshError of ``work`` comes out as itself, not inside a group.
+    A MeshError of `work` comes out as itself, not inside a group.
     """
     failure: MeshError | ClientGone | None = None
     try:
@@ -92,7 +90,7 @@ async def _next_part(receive: Receive) -> tuple[bytes, bool]:
     return part.get("body", b""), part.get("more_body", False)
 
 
-async def _drain(receive: Receive, limits: Limits) -> None:
+async def _drain(receive: Receive, limits: EndpointLimits) -> None:
     """Throw away a bounded part of a refused body.
 
     Closing a socket with unread bytes resets it: the client would see that instead of our answer.
@@ -129,7 +127,7 @@ def _check_headers(headers: Headers) -> None:
         )
 
 
-def _too_large(limits: Limits) -> RequestError:
+def _too_large(limits: EndpointLimits) -> RequestError:
     return RequestError(
         f"the request body is larger than {limits.body_bytes_max} bytes; send fewer messages",
         error_code="request_too_large",

@@ -20,15 +20,13 @@ from shared.core.errors import MeshError, RequestError, RequestRefused
 from station.backend import ChatBackend, Finished, GenerationRequest, Token, TokenEvent
 from station.http.body import ClientGone, read_body, while_connected
 from station.http.errors import error_payload, error_response, json_response
-from station.http.limits import Limits
+from station.http.limits import EndpointLimits
 from station.http.metrics import HttpCounters
 from station.http.reply import AnswerHead, Reply, StreamWriter, completion, sse_event
 from station.http.schema import ChatRequest, decode_chat_request
 from station.tokenizer.chat import render
 from station.tokenizer.reply import ReplyEvent, ReplyParser
 from station.tokenizer.vocabulary import Tokenizer
-
-__all__ = ["ChatParts", "ChatRoute"]
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,15 +37,15 @@ _SSE_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class ChatParts:
-    """What the endpoint is built from; ``__main__`` passes them in.
+    """What the endpoint is built from; `assembly.py` passes them in.
 
-    ``new_id`` makes a unique text per request, ``wall_clock_s`` the unix time in seconds,
-    ``clock_ns`` a monotonic time.
+    `new_id` makes a unique text per request, `wall_clock_s` the unix time in seconds,
+    `clock_ns` a monotonic time.
     """
 
     backend: ChatBackend
     tokenizer: Tokenizer
-    limits: Limits
+    limits: EndpointLimits
     counters: HttpCounters
     log: FilteringBoundLogger
     new_id: Callable[[], str]
@@ -85,6 +83,7 @@ class ChatRoute:
                 outcome=exchange.outcome,
                 prompt_tokens=exchange.prompt_tokens,
                 completion_tokens=exchange.completion_tokens,
+                cold_rows=exchange.cold_rows,
                 elapsed_us=elapsed_us,
             )
 
@@ -104,6 +103,7 @@ class _Exchange:
         self.outcome = "aborted"
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.cold_rows = 0
 
     async def run(self) -> None:
         """Serve the request; every failure becomes an answer or a counted cancellation."""
@@ -121,7 +121,7 @@ class _Exchange:
             self._give_up(gone.reason)
 
     async def fail(self, error: MeshError) -> None:
-        """Answer with ``error``: a response of its own, or the last event of an open stream."""
+        """Answer with `error`: a response of its own, or the last event of an open stream."""
         self.outcome = error.code
         self._parts.counters.answered(error.http_status)
         if self._stream_open:
@@ -179,6 +179,8 @@ class _Exchange:
                             await deliver(reply.feed(token_id))
                         case Finished() as finished:
                             continue
+            if finished is not None:
+                self.cold_rows = finished.cold_rows
             await deliver(reply.finish(finished))
 
         await while_connected(self._receive, work)

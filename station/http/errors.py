@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients expect them: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}`.
 
 Owns the mapping from our error tree to status, headers and body. Every response that is not a
 success is made here, so no path can leak a stack trace or an HTML page.
@@ -13,17 +13,9 @@ from starlette.responses import Response
 
 from shared.core.errors import MeshError, RequestError, RequestRefused
 
-__all__ = [
-    "error_payload",
-    "error_response",
-    "handle_http_exception",
-    "handle_mesh_error",
-    "handle_unexpected",
-]
-
 
 def error_payload(error: MeshError) -> dict[str, object]:
-    """The JSON object of ``error``. ``type`` is the class's stable code, ``code`` the finer one."""
+    """The JSON object of `error`. `type` is the class's stable code, `code` the finer one."""
     param, code = None, error.code
     if isinstance(error, RequestError):
         param, code = error.param, error.error_code or error.code
@@ -31,7 +23,7 @@ def error_payload(error: MeshError) -> dict[str, object]:
 
 
 def error_response(error: MeshError) -> Response:
-    """The HTTP response of ``error``, with Retry-After or WWW-Authenticate where they belong."""
+    """The HTTP response of `error`, with Retry-After or WWW-Authenticate where they belong."""
     headers: dict[str, str] = {}
     if isinstance(error, RequestRefused):
         headers["retry-after"] = str(error.retry_after_s)
@@ -45,7 +37,7 @@ def error_response(error: MeshError) -> Response:
 def json_response(
     payload: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """``payload`` as JSON; msgspec never writes NaN or Infinity."""
+    """`payload` as JSON; msgspec never writes NaN or Infinity."""
     return Response(
         msgspec.json.encode(payload), status, headers=headers, media_type="application/json"
     )

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Limits"]
-
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EndpointLimits:
     """What one client may cost. Sizes in bytes, times in seconds."""
 
     body_bytes_max: int = 10 * 1024 * 1024
-    drain_bytes_max: int = (
-        16 * 1024 * 1024
-    )  # of a refused body, so that the client reads our answer
+    drain_bytes_max: int = 16 * 1024 * 1024  # of a refused body, so that our answer is read
     body_s: float = 30.0
     messages_max: int = 4096
     stops_max: int = 4

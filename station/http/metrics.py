@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from station.backend import Metric, Sample
 
-__all__ = ["CONTENT_TYPE", "HttpCounters", "prometheus_text"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -54,7 +52,7 @@ class HttpCounters:
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> str:
-    """``metrics`` in Prometheus's text exposition format 0.0.4."""
+    """`metrics` in Prometheus's text exposition format 0.0.4."""
     lines: list[str] = []
     for metric in metrics:
         lines.append(f"# HELP {metric.name} {_escape(metric.help)}")
@@ -74,7 +72,7 @@ def _escape(text: str, *, quotes: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    """A sample value as Prometheus reads it: ``NaN``, ``+Inf``, integers without a point."""
+    """A sample value as Prometheus reads it: `NaN`, `+Inf`, integers without a point."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

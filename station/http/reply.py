@@ -1,7 +1,7 @@
 """One answer: token ids become OpenAI chunks or one OpenAI message.
 
-Pure: no socket, no clock. ``Reply`` folds tokens into deltas (parser, then stop strings) and counts
-them; ``StreamWriter`` and ``completion`` turn the same deltas into the JSON of a stream or of a
+Pure: no socket, no clock. `Reply` folds tokens into deltas (parser, then stop strings) and counts
+them; `StreamWriter` and `completion` turn the same deltas into the JSON of a stream or of a
 whole response, so both say the same.
 """
 
@@ -23,14 +23,12 @@ from station.tokenizer.reply import (
 )
 from station.tokenizer.stops import StopMatcher
 
-__all__ = ["SSE_DONE", "AnswerHead", "Reply", "StreamWriter", "completion", "sse_event"]
-
 SSE_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk of one answer repeats; ``call_base`` is the number of earlier tool calls."""
+    """What every chunk of one answer repeats; `call_base` is the number of earlier tool calls."""
 
     request_id: str
     created_s: int
@@ -47,7 +45,7 @@ class Reply:
     ) -> None:
         """Stop strings apply to the answer's text, not to reasoning or tool calls.
 
-        ``keep_token_ids``: the choice reports the ids, as proof that two runs gave the same tokens.
+        `keep_token_ids`: the choice reports the ids, as proof that two runs gave the same tokens.
         """
         self._parser = parser
         self._stops = StopMatcher(stops)
@@ -70,7 +68,7 @@ class Reply:
 
     @property
     def pod(self) -> dict[str, int] | None:
-        """The ``k3`` object; None when a stop string cut the answer before the pod's own end."""
+        """The `k3` object; None when a stop string cut the answer before the pod's own end."""
         if self._finished is None:
             return None
         return {
@@ -86,7 +84,7 @@ class Reply:
         return self._cut(self._parser.feed(token_id))
 
     def finish(self, finished: Finished | None) -> list[ReplyEvent]:
-        """The last deltas. ``finished`` is None when a stop string ended the answer."""
+        """The last deltas. `finished` is None when a stop string ended the answer."""
         self._finished = finished
         events = self._cut(self._parser.finish())
         return events + ([ContentDelta(rest)] if (rest := self._stops.finish()) else [])
@@ -110,10 +108,10 @@ class Reply:
 
 
 class StreamWriter:
-    """Server-sent events of one answer. Mutable: counts tool calls for their ``index``."""
+    """Server-sent events of one answer. Mutable: counts tool calls for their `index`."""
 
     def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
-        """``include_usage``: a last chunk carries the usage, all others carry ``usage: null``."""
+        """`include_usage`: a last chunk carries the usage, all others carry `usage: null`."""
         self._head = head
         self._include_usage = include_usage
         self._calls = 0

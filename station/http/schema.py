@@ -16,10 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.core.errors import RequestError
-from station.http.limits import Limits
+from station.http.limits import EndpointLimits
 from station.tokenizer.chat import EFFORTS, ChatMessage, ToolCall
-
-__all__ = ["ChatRequest", "decode_chat_request"]
 
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_TOP_P = 0.95
@@ -29,7 +27,7 @@ _NO_THINKING = ("none", "minimal")
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request whose every field was checked. ``max_tokens`` None: whatever the context leaves."""
+    """A request whose every field was checked. `max_tokens` None: whatever the context leaves."""
 
     model: str
     messages: tuple[ChatMessage, ...]
@@ -107,8 +105,8 @@ _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
-def decode_chat_request(body: bytes, limits: Limits) -> ChatRequest:
-    """Decode and check ``body``; RequestError (400) names the field and the remedy.
+def decode_chat_request(body: bytes, limits: EndpointLimits) -> ChatRequest:
+    """Decode and check `body`; RequestError (400) names the field and the remedy.
 
     Takes about 30 ms for the largest body: call it outside the event loop.
     """
@@ -176,7 +174,7 @@ def _refuse_duplicates(pairs: Sequence[tuple[str, object]]) -> None:
 
 
 def _field_error(message: str) -> RequestError:
-    """msgspec's message with its path turned into OpenAI's ``param``."""
+    """msgspec's message with its path turned into OpenAI's `param`."""
     path = _PATH.search(message)
     param = path.group(1) if path else ""
     if missing := _MISSING.search(message):
@@ -204,7 +202,7 @@ def _refuse_unsupported(raw: _Body) -> None:
 
 
 def _effort(value: str | None) -> tuple[bool, str | None]:
-    """(thinking, effort) of a request's ``reasoning_effort``."""
+    """(thinking, effort) of a request's `reasoning_effort`."""
     if value in _NO_THINKING:
         return False, None
     if value is None:
@@ -215,7 +213,7 @@ def _effort(value: str | None) -> tuple[bool, str | None]:
     return True, value
 
 
-def _stops(value: str | list[str] | None, limits: Limits) -> tuple[str, ...]:
+def _stops(value: str | list[str] | None, limits: EndpointLimits) -> tuple[str, ...]:
     stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     if len(stops) > limits.stops_max:
         raise _invalid("stop", f"{len(stops)} strings; send at most {limits.stops_max}")
@@ -231,7 +229,7 @@ def _tool_choice(value: str | dict[str, Any] | None) -> str | None:
 
 
 def _message(raw: _Message, where: str) -> ChatMessage:
-    """One message with its content flattened to texts. OpenAI's ``developer`` is our ``system``."""
+    """One message with its content flattened to texts. OpenAI's `developer` is our `system`."""
     content = _content(raw.content, f"{where}.content")
     match raw.role:
         case "system" | "developer":

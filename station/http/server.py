@@ -1,7 +1,7 @@
 """Listening and serving: the only place that knows uvicorn.
 
 The socket is bound before anything slow happens, so a taken port is the first thing an operator
-hears of. Signals belong to ``__main__``; this module stops when it is told to, within a bound.
+hears of. Signals belong to `__main__`; this module stops when it is told to, within a bound.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from shared.core.errors import AddressInUse, ConfigError
-
-__all__ = ["listen", "serve"]
 
 _HEADER_BYTES_MAX = 32 * 1024
 _BACKLOG = 128
@@ -57,9 +55,9 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve(
     app: ASGIApp, listener: socket.socket, *, stop: asyncio.Event, grace_s: int = 5
 ) -> None:
-    """Serve ``app`` on ``listener`` until ``stop`` is set (or this task is cancelled), then end.
+    """Serve `app` on `listener` until `stop` is set (or this task is cancelled), then end.
 
-    No new connection is accepted from then on; running requests get ``grace_s`` seconds to finish
+    No new connection is accepted from then on; running requests get `grace_s` seconds to finish
     and are cancelled after that. The listener is closed in every case.
     """
     server = _Server(

@@ -3,12 +3,12 @@
 Owns the order and the wording of everything the server adds around a conversation (tool
 declarations, thinking effort, tool choice, response format, the generation prefix). Must not know
 HTTP: it takes plain records and raises RequestError for a conversation that has no rendering.
-Facts: ``encoding_k3.py`` of the release. The format has no template language; it is a list of
+Facts: `encoding_k3.py` of the release. The format has no template language; it is a list of
 segments which are encoded **one by one**, so segment borders are token borders and matter:
 
-* control tokens (``<|open|>``, ``<|close|>``, ``<|sep|>``, ``<|end_of_msg|>``) are ids, never text,
+* control tokens (`<|open|>`, `<|close|>`, `<|sep|>`, `<|end_of_msg|>`) are ids, never text,
   so content can never forge structure;
-* an attribute is four segments: `` key``, ``="``, the escaped value, ``"``.
+* an attribute is four segments: ` key`, `="`, the escaped value, `"`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,16 @@ from typing import Any, Literal, TypeAlias
 from shared.core.errors import RequestError
 from station.tokenizer.vocabulary import Tokenizer
 
-__all__ = [
-    "EFFORTS",
-    "ChatMessage",
-    "ToolCall",
-    "assistant_body",
-    "close_tag",
-    "effort_message",
-    "generation_prefix",
-    "message",
-    "open_tag",
-    "render",
-]
-
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 Attributes: TypeAlias = Iterable[tuple[str, str | int]]
 
 EFFORTS = ("low", "high", "max")
-"""The efforts the release accepts. Its own message also lists ``medium``, which it then refuses."""
+"""The efforts the release accepts. Its own message also lists `medium`, which it then refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of an assistant message; ``arguments`` is the JSON text as the client sent it."""
+    """One call of an assistant message; `arguments` is the JSON text as the client sent it."""
 
     name: str
     arguments: str = ""
@@ -54,8 +41,8 @@ class ToolCall:
 class ChatMessage:
     """One message of a conversation.
 
-    ``content`` is a text or the texts of several parts (each part is encoded on its own).
-    ``reasoning`` fills the think channel of an assistant message. ``tools`` on a system message
+    `content` is a text or the texts of several parts (each part is encoded on its own).
+    `reasoning` fills the think channel of an assistant message. `tools` on a system message
     declares further tools in the middle of a conversation and replaces its content.
     """
 
@@ -72,7 +59,7 @@ class ChatMessage:
 
 
 def open_tag(tokenizer: Tokenizer, tag: str, attributes: Attributes = ()) -> list[int]:
-    """Ids of ``<|open|>tag key="value"...<|sep|>``."""
+    """Ids of `<|open|>tag key="value"...<|sep|>`."""
     ids = [tokenizer.open_id, *tokenizer.encode_text(tag)]
     for key, value in attributes:
         escaped = str(value).replace("&", "&amp;").replace('"', "&quot;")
@@ -83,7 +70,7 @@ def open_tag(tokenizer: Tokenizer, tag: str, attributes: Attributes = ()) -> lis
 
 
 def close_tag(tokenizer: Tokenizer, tag: str) -> list[int]:
-    """Ids of ``<|close|>tag<|sep|>``."""
+    """Ids of `<|close|>tag<|sep|>`."""
     return [tokenizer.close_id, *tokenizer.encode_text(tag), tokenizer.sep_id]
 
 
@@ -100,7 +87,7 @@ def message(
 
 
 def effort_message(tokenizer: Tokenizer, effort: str) -> list[int]:
-    """The system message that tells the model how much to think; ``effort`` is one of EFFORTS."""
+    """The system message that tells the model how much to think; `effort` is one of EFFORTS."""
     if effort not in EFFORTS:
         raise RequestError(
             f"reasoning effort {effort!r} is not supported; use one of {', '.join(EFFORTS)}",
@@ -149,10 +136,10 @@ def render(
     tool_choice: str | None = None,
     response_format: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of the prompt for ``messages``, ending in the generation prefix.
+    """Token ids of the prompt for `messages`, ending in the generation prefix.
 
-    ``effort`` is used only when ``thinking``; ``tool_choice`` is ``required``, ``none`` or anything
-    else for no instruction; ``response_format`` is OpenAI's object. RequestError names the message
+    `effort` is used only when `thinking`; `tool_choice` is `required`, `none` or anything
+    else for no instruction; `response_format` is OpenAI's object. RequestError names the message
     that has no rendering.
     """
     ids: list[int] = []
@@ -212,7 +199,7 @@ def _conversation(
 
 
 def _name_at(calls: Sequence[ToolCall], index: int, position: int) -> str:
-    """The function of call number ``index``: a result without a known id is bound by its place."""
+    """The function of call number `index`: a result without a known id is bound by its place."""
     if index <= len(calls):
         return calls[index - 1].name
     raise RequestError(
@@ -248,7 +235,7 @@ def _order_tool_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _order_run(run: list[ChatMessage], by_id: Mapping[str, tuple[int, str]]) -> list[ChatMessage]:
-    """``run`` sorted by the calls' places and named after them; unchanged with an unknown id."""
+    """`run` sorted by the calls' places and named after them; unchanged with an unknown id."""
     found: list[tuple[int, ChatMessage]] = []
     for turn in run:
         target = by_id.get(turn.tool_call_id) if turn.tool_call_id is not None else None
@@ -289,7 +276,7 @@ def _parse_arguments(call: ToolCall) -> dict[str, Any] | None:
 
 
 def _type_of(value: object) -> str:
-    """The ``type`` attribute of an argument element."""
+    """The `type` attribute of an argument element."""
     match value:
         case bool():  # before int: a bool is an int in Python
             return "boolean"
@@ -325,7 +312,7 @@ def _response_format(tokenizer: Tokenizer, response_format: Mapping[str, Any]) -
 
 
 def _note(tokenizer: Tokenizer, kind: str, text: str) -> list[int]:
-    """A system message the server writes itself, marked with its ``type``."""
+    """A system message the server writes itself, marked with its `type`."""
     return message(tokenizer, "system", text.strip(), [("type", kind)])
 
 
@@ -349,7 +336,7 @@ def _content(tokenizer: Tokenizer, content: str | Sequence[str]) -> list[int]:
 
 
 def _fenced(value: object) -> str:
-    """``value`` as compact JSON with sorted keys, in a code fence.
+    """`value` as compact JSON with sorted keys, in a code fence.
 
     Sorted so that the same tools in another key order give the same prompt.
     """

@@ -4,8 +4,8 @@ Owns the reading of Kimi-K3's output format from token ids. Must not know HTTP, 
 tokens are made. Control tokens are recognised by id, never by spelling, so text that merely looks
 like markup stays text and markup never reaches a text.
 
-The reader is tolerant, because real models are sloppy: a missing ``<|sep|>``, a jump from thinking
-straight to tools, a missing ``<|open|>response``, an answer that ends in ``<|close|>response``
+The reader is tolerant, because real models are sloppy: a missing `<|sep|>`, a jump from thinking
+straight to tools, a missing `<|open|>response`, an answer that ends in `<|close|>response`
 while the think channel is still open, a cut in the middle of a tag. It never raises.
 """
 
@@ -20,8 +20,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from station.tokenizer.vocabulary import Tokenizer
-
-__all__ = ["ContentDelta", "ReasoningDelta", "ReplyEvent", "ReplyParser", "ToolCallDone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDone:
-    """One complete tool call; ``arguments`` is a JSON object as text, or what the model wrote."""
+    """One complete tool call; `arguments` is a JSON object as text, or what the model wrote."""
 
     name: str
     arguments: str
@@ -85,7 +83,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Body:
-    """The body of an argument (or of a json element when ``key`` is None). Mutable while open."""
+    """The body of an argument (or of a json element when `key` is None). Mutable while open."""
 
     key: str | None
     kind: str
@@ -100,7 +98,7 @@ class ReplyParser:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool = True) -> None:
-        """``thinking`` says which channel the prompt's generation prefix left open."""
+        """`thinking` says which channel the prompt's generation prefix left open."""
         self._tokenizer = tokenizer
         self._channel = _Channel.THINK if thinking else _Channel.RESPONSE
         self._mode = _Mode.TEXT
@@ -114,7 +112,7 @@ class ReplyParser:
         self._body: _Body | None = None
 
     def feed(self, token_id: int) -> list[ReplyEvent]:
-        """The events that ``token_id`` completes. Nothing more comes after ``<|end_of_msg|>``."""
+        """The events that `token_id` completes. Nothing more comes after `<|end_of_msg|>`."""
         tokens = self._tokenizer
         if self._ended:
             return []
@@ -144,7 +142,7 @@ class ReplyParser:
     # ------------------------------------------------------------ tags
 
     def _commit_unseparated_tag(self) -> list[ReplyEvent]:
-        """Act on a tag whose name is already followed by text, so its ``<|sep|>`` was left out."""
+        """Act on a tag whose name is already followed by text, so its `<|sep|>` was left out."""
         tag, opening = bytes(self._tag), self._mode is _Mode.OPENING
         complete = _BARE_TAGS if opening else _BARE_TAGS + _ATTRIBUTED_TAGS
         for name in complete:
@@ -281,5 +279,5 @@ class ReplyParser:
 
 
 def _unescape(value: str) -> str:
-    """Undo the two escapes of an attribute value: ``&quot;`` first, then ``&amp;``."""
+    """Undo the two escapes of an attribute value: `&quot;` first, then `&amp;`."""
     return value.replace("&quot;", '"').replace("&amp;", "&")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopMatcher"]
-
 
 class StopMatcher:
     """Feed text; get back the part that can no longer belong to a stop string.
@@ -18,7 +16,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """``stops`` are not empty strings; no stops at all passes every text through."""
+        """`stops` are not empty strings; no stops at all passes every text through."""
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self.matched: str | None = None
@@ -59,7 +57,7 @@ class _Automaton:
             self._border[index] = matched
 
     def advance(self, character: str) -> bool:
-        """Whether ``character`` completes the stop string."""
+        """Whether `character` completes the stop string."""
         while self.length and character != self.stop[self.length]:
             self.length = self._border[self.length - 1]
         self.length += character == self.stop[self.length]

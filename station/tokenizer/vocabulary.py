@@ -1,10 +1,10 @@
 """The vocabulary: a tiktoken rank file, Kimi-K3's split pattern and its special tokens.
 
-Owns the mapping between text, bytes and token ids. Must not know the chat format (``chat.py``) or
-what a reply looks like (``reply.py``). Facts: Kimi-K3's ``tokenization_kimi.py``.
+Owns the mapping between text, bytes and token ids. Must not know the chat format (`chat.py`) or
+what a reply looks like (`reply.py`). Facts: Kimi-K3's `tokenization_kimi.py`.
 
 The special tokens start right after the ranks and keep the offsets of the release (163,584 ranks,
-so ``<|end_of_msg|>`` is 163,586 there). A smaller rank file with the same rule is as valid.
+so `<|end_of_msg|>` is 163,586 there). A smaller rank file with the same rule is as valid.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import tiktoken
 
 from shared.core.errors import CheckpointError
 
-__all__ = ["RESERVED_TOKENS", "SPECIAL_OFFSETS", "SPLIT_PATTERN", "VOCABULARY_FILE", "Tokenizer"]
-
 VOCABULARY_FILE = "tiktoken.model"
 
 RESERVED_TOKENS = 256
-"""How many ids after the ranks are special; those without a name are ``<|reserved_token_ID|>``."""
+"""How many ids after the ranks are special; those without a name are `<|reserved_token_ID|>`."""
 
 SPECIAL_OFFSETS: dict[str, int] = {
     "[BOS]": 0,
@@ -74,7 +72,7 @@ class Tokenizer:
     """A loaded vocabulary. Immutable after construction; safe to share between threads."""
 
     def __init__(self, ranks: dict[bytes, int]) -> None:
-        """Build from ``ranks`` (token bytes -> id, dense from 0, every single byte present)."""
+        """Build from `ranks` (token bytes -> id, dense from 0, every single byte present)."""
         base = len(ranks)
         names = {offset: name for name, offset in SPECIAL_OFFSETS.items()}
         specials = {
@@ -95,7 +93,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read ``directory/tiktoken.model``; CheckpointError names the file and the bad line."""
+        """Read `directory/tiktoken.model`; CheckpointError names the file and the bad line."""
         path = directory / VOCABULARY_FILE
         try:
             lines = path.read_bytes().splitlines()
@@ -114,20 +112,20 @@ class Tokenizer:
         return ids
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of ``ids``; a special token gives its name. Ids must be below vocab_size."""
+        """The bytes of `ids`; a special token gives its name. Ids must be below vocab_size."""
         return self._encoding.decode_bytes(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def is_special(self, token_id: int) -> bool:
-        """Whether ``token_id`` is one of the reserved tokens and so never part of a text."""
+        """Whether `token_id` is one of the reserved tokens and so never part of a text."""
         return token_id >= self.text_size
 
 
 def _parse_ranks(path: Path, lines: Sequence[bytes]) -> dict[bytes, int]:
-    """The rank table of a tiktoken file: one ``base64 rank`` per line, ranks dense from 0.
+    """The rank table of a tiktoken file: one `base64 rank` per line, ranks dense from 0.
 
     Parsed here because tiktoken's own loader copies local files into a cache under the temporary
     directory and would go on serving the old copy after the checkpoint changed.
@@ -159,7 +157,7 @@ def _parse_ranks(path: Path, lines: Sequence[bytes]) -> dict[bytes, int]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` cut where the release cuts it: every 400,000 characters, and inside runs of 25,000.
+    """`text` cut where the release cuts it: every 400,000 characters, and inside runs of 25,000.
 
     A run is a stretch of only whitespace or only non-whitespace characters.
     """

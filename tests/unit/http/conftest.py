@@ -22,5 +22,5 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def start(byte_tokenizer: Tokenizer) -> Start:
-    """``async with start(*script) as endpoint``."""
+    """`async with start(*script) as endpoint`."""
     return starter(byte_tokenizer)

@@ -17,7 +17,7 @@ from structlog.testing import LogCapture
 from station.backend import Finished, GenerationRequest, Metric, Sample, Token, TokenEvent
 from station.http.app import build_app
 from station.http.chat import ChatParts
-from station.http.limits import Limits
+from station.http.limits import EndpointLimits
 from station.http.metrics import HttpCounters
 from station.http.server import listen, serve
 from station.tokenizer.vocabulary import Tokenizer
@@ -78,7 +78,7 @@ class ScriptedBackend:
         self._changed.set()
 
     async def until_active(self, wanted: int) -> None:
-        """Wait until exactly ``wanted`` generators run."""
+        """Wait until exactly `wanted` generators run."""
         async with asyncio.timeout(5):
             while self.active != wanted:
                 self._changed.clear()
@@ -119,7 +119,7 @@ class Endpoint:
     stop: asyncio.Event
 
     async def chat(self, **fields: Any) -> httpx.Response:
-        """POST a chat request; ``fields`` over a minimal valid body, a field of ... is left out."""
+        """POST a chat request; `fields` over a minimal valid body, a field of ... is left out."""
         body = {"model": "k3-demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
         body = {key: value for key, value in body.items() if value is not ...}
         return await self.client.post("/v1/chat/completions", json=body)
@@ -129,11 +129,14 @@ Start = Callable[..., AbstractAsyncContextManager[Endpoint]]
 
 
 def starter(tokenizer: Tokenizer) -> Start:
-    """A function that starts an endpoint; it stops at the end of the ``async with``."""
+    """A function that starts an endpoint; it stops at the end of the `async with`."""
 
     @asynccontextmanager
     async def running(
-        *script: Step, limits: Limits | None = None, token: str | None = None, grace_s: int = 1
+        *script: Step,
+        limits: EndpointLimits | None = None,
+        token: str | None = None,
+        grace_s: int = 1,
     ) -> AsyncIterator[Endpoint]:
         backend = ScriptedBackend(tokenizer, script)
         log = LogCapture()
@@ -141,7 +144,7 @@ def starter(tokenizer: Tokenizer) -> Start:
         parts = ChatParts(
             backend=backend,
             tokenizer=tokenizer,
-            limits=limits or Limits(),
+            limits=limits or EndpointLimits(),
             counters=HttpCounters(),
             log=structlog.wrap_logger(None, processors=[log]),
             new_id=lambda: f"t{next(ids)}",

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shared.core.errors import AddressInUse, ConfigError
-from station.http.limits import Limits
+from station.http.limits import EndpointLimits
 from station.http.server import listen, serve
 from tests.unit.http.endpoint import ANSWER, STOP, Endpoint, Start
 
@@ -25,7 +25,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def connected(
     endpoint: Endpoint, *, stream: bool = True, body_cut: int = 0, slow: bool = False
 ) -> AsyncIterator[Connection]:
-    """Send a chat request, less ``body_cut`` bytes, over a plain socket; close it at the end."""
+    """Send a chat request, less `body_cut` bytes, over a plain socket; close it at the end."""
     host, port = endpoint.url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)))
     if slow:
@@ -106,7 +106,7 @@ async def test_client_that_does_not_read_is_cut_off(start: Start) -> None:
     """A reader slower than the limit ends its own request, not the server's memory."""
     text = "x" * 60_000
     async with (
-        start(ANSWER, text, STOP, limits=Limits(send_s=0.2)) as endpoint,
+        start(ANSWER, text, STOP, limits=EndpointLimits(send_s=0.2)) as endpoint,
         connected(endpoint, slow=True),
     ):
         await closed_within(endpoint, 20)

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from shared.core.errors import NodeLost, RequestRefused
-from station.http.limits import Limits
+from station.http.limits import EndpointLimits
 from tests.unit.http.endpoint import ANSWER, STOP, Endpoint, Start
 
 pytestmark = pytest.mark.asyncio
@@ -30,7 +30,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 async def post(endpoint: Endpoint, content: bytes, **headers: str) -> httpx.Response:
-    """POST raw bytes as JSON; ``headers`` over that."""
+    """POST raw bytes as JSON; `headers` over that."""
     sent = {"content-type": "application/json"} | {
         k.replace("_", "-"): v for k, v in headers.items()
     }
@@ -151,7 +151,7 @@ async def test_both_framings_are_refused(start: Start) -> None:
 
 async def test_slow_body_is_cut_off(start: Start) -> None:
     """A body that never ends is answered 408 within the limit."""
-    async with start(STOP, limits=Limits(body_s=0.1)) as endpoint:
+    async with start(STOP, limits=EndpointLimits(body_s=0.1)) as endpoint:
         status = await status_line(
             endpoint,
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -258,7 +258,7 @@ async def test_a14_full_queue_is_503_before_any_header(start: Start, stream: boo
 async def test_a14_too_many_requests_at_once(start: Start) -> None:
     """A14: the endpoint's own cap refuses at once and lets go when a request ends."""
     gate = asyncio.Event()
-    async with start(gate, STOP, limits=Limits(concurrent_max=1)) as endpoint:
+    async with start(gate, STOP, limits=EndpointLimits(concurrent_max=1)) as endpoint:
         async with asyncio.TaskGroup() as group:
             first = group.create_task(endpoint.chat())
             await endpoint.backend.until_active(1)
@@ -299,7 +299,7 @@ async def test_nothing_follows_an_error_in_a_stream(start: Start) -> None:
 
 async def test_stalled_pod_ends_the_request(start: Start) -> None:
     """Every wait is bounded: a pod that makes no token gets its request closed and named."""
-    async with start(asyncio.Event(), limits=Limits(event_s=0.05)) as endpoint:
+    async with start(asyncio.Event(), limits=EndpointLimits(event_s=0.05)) as endpoint:
         response = await endpoint.chat()
 
     assert (response.status_code, error_of(response)["code"]) == (504, "generation_stalled")

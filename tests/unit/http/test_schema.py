@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.core.errors import RequestError
-from station.http.limits import Limits
+from station.http.limits import EndpointLimits
 from station.http.schema import decode_chat_request
 from station.tokenizer.chat import render
 from station.tokenizer.vocabulary import Tokenizer
@@ -63,7 +63,7 @@ def test_a9_any_body_is_a_request_or_one_error(
     text = json.dumps({"model": "k3-demo", "messages": messages, **fields})
     body = text[: len(text) - cut].encode()
     try:
-        request = decode_chat_request(body, Limits())
+        request = decode_chat_request(body, EndpointLimits())
         ids = render(
             byte_tokenizer,
             request.messages,
@@ -89,7 +89,7 @@ def test_a9_any_body_is_a_request_or_one_error(
 def test_a9_random_bytes_are_one_error(body: bytes) -> None:
     """A9: bytes that are no JSON object are refused, whatever they are."""
     try:
-        decode_chat_request(body, Limits())
+        decode_chat_request(body, EndpointLimits())
     except RequestError as error:
         refusal = error
 

@@ -204,3 +204,24 @@ def test_a_broken_allow_list_is_refused(tmp_path: Path) -> None:
     assert "'spark2' and 'spark1'" in refused(spark1=public, spark2=public)
     assert "'Spark1'" in refused(Spark1=public)
     assert "broken.key" in refused(broken=b"junk")
+
+
+def test_a_full_disk_leaves_no_half_of_a_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty key file would be refused by every later start, and `create` never replaces one."""
+    real = os.open
+
+    def full(path: Path, flags: int, mode: int) -> int:
+        """The public file can be made, and holds nothing."""
+        os.close(real(path, flags, mode))
+        return real("/dev/full" if path.suffix == ".key" else path, os.O_WRONLY)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            keys.create(tmp_path, "spark3")
+
+    assert os.listdir(tmp_path) == []
+    made = keys.create(tmp_path, "spark3")
+    assert keys.load_public(tmp_path / "spark3.key") == made.public

@@ -230,6 +230,10 @@ def server(answer_bytes: bytes) -> Iterator[str]:
                         connection.settimeout(5)
                         connection.recv(65_536)
                         connection.sendall(answer_bytes)
+                        connection.shutdown(socket.SHUT_WR)
+                        # closing over unread bytes would reset the answer away
+                        while connection.recv(65_536):
+                            pass
             except OSError:
                 return
 
@@ -266,7 +270,8 @@ def test_whatever_answers_is_one_clear_error(raw: bytes, error: type[Exception],
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:8380", "ftp://h", "http://", "http://h/v2", "http://h/v1?x=1"]
+    "url",
+    ["", "127.0.0.1:8380", "ftp://h", "http://", "http://h/v2", "http://h/v1?x=1", "http://[::1"],
 )
 def test_a_bad_address_is_refused(url: str) -> None:
     """With the form that is wanted; nothing is sent."""
@@ -289,3 +294,22 @@ def test_a_proxy_of_the_environment_is_not_asked_for_loopback(
         with open_client(url, None) as client:
             assert client.get("/").text == "ok"
         assert isinstance(client, httpx.Client)
+
+
+@pytest.mark.parametrize("proxy", ["frog://x", "socks5://x"])
+def test_a_proxy_that_cannot_be_used_is_refused(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment is what a person has to change; nothing is sent."""
+    monkeypatch.setenv("all_proxy", proxy)
+
+    with pytest.raises(ConfigError, match="proxy settings of the environment"):
+        open_client("http://pod.invalid", None)
+
+
+@pytest.mark.parametrize("token", ["a\nb", "caf\u00e9"])
+def test_a_token_that_no_header_holds_is_refused(token: str) -> None:
+    """And is not repeated in the error: it is a secret."""
+    with pytest.raises(ConfigError, match="the token has characters") as caught:
+        open_client("http://127.0.0.1:1", token)
+    assert token not in str(caught.value)

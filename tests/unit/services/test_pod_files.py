@@ -80,6 +80,24 @@ def test_one_process_per_state_folder(tmp_path: Path) -> None:
         assert (tmp_path / "state" / "lock").read_text() == f"{os.getpid()}\n"
 
 
+def test_a_full_disk_costs_the_holders_name_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is the kernel's, and needs no byte of the disk."""
+
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+
+    with (
+        exclusive(tmp_path),
+        pytest.raises(ConfigError, match="in use by process"),
+        exclusive(tmp_path),
+    ):
+        pytest.fail("entered twice")
+
+
 @given(
     values=st.dictionaries(
         st.from_regex(r"[a-z_]{1,12}", fullmatch=True), TEXT | st.integers(0) | st.booleans()

@@ -74,7 +74,7 @@ async def test_people_see_every_node_with_its_counters(start: Start, capsys: Cap
         assert await k3(endpoint, STATUS) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
-    assert lines[0] == "k3-demo: ready (ready), on a miss: exact"
+    assert lines[0] == "k3-demo: ready, on a miss: exact"
     assert rows["spark0"] == [
         "spark0", "spark", "serving", "1048577", "72", "1001", "4", "1", "2", "3", "812", "5731",
     ]  # fmt: skip

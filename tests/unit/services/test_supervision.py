@@ -43,8 +43,7 @@ def test_a_first_failure_is_restarted(exit_status: int, is_station: bool, was_re
     assert verdict(exit_status, is_station=is_station, was_ready=was_ready) == Restart(500_000)
 
 
-@pytest.mark.parametrize("is_station", [False, True])
-@pytest.mark.parametrize("was_ready", [False, True])
+@pytest.mark.parametrize(("is_station", "was_ready"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_refused_setting_stops_the_pod(is_station: bool, was_ready: bool, enabled: bool) -> None:
     """Exit 78 is never retried and becomes the pod's own status."""
@@ -53,6 +52,11 @@ def test_a_refused_setting_stops_the_pod(is_station: bool, was_ready: bool, enab
     decision = verdict(78, policy=policy, is_station=is_station, was_ready=was_ready)
 
     assert decision == StopPod("exit status 78", 78)
+
+
+def test_a_node_that_refuses_when_it_comes_back_does_not_stop_a_pod_that_served() -> None:
+    """Its bank was spoilt meanwhile: that node is lost, and losing a node costs time only."""
+    assert verdict(78) == LeaveDown("exit status 78")
 
 
 def test_a_clean_exit_was_wanted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from services.pod.supervisor import (
     Supervisor,
     SupervisorOptions,
 )
-from shared.core.errors import EXIT_CONFIG
+from shared.core.errors import EXIT_CONFIG, ConfigError
 
 SERVE = "trap 'exit 0' TERM; echo up; while :; do sleep 0.05; done"
 STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.05; done"
@@ -222,3 +223,60 @@ async def test_the_last_runs_logs_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "station.log").read_text() == "third\nup\n"
     assert (tmp_path / "station.previous.log").read_text() == "second\nup\n"
     assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_lost_log_folder_does_not_stop_a_pod(tmp_path: Path) -> None:
+    """Deleted, it is made again; where it cannot be made, the process runs without a log."""
+    logs = tmp_path / "state" / "logs"
+    pod = Pod(logs, {"station": SERVE, "spark0": SERVE})
+    starts: list[int] = []
+
+    def came_back_twice() -> bool:
+        if pod.announced and len(starts) < 2 and pod.supervisor.pids["spark0"] not in starts:
+            starts.append(pod.supervisor.pids["spark0"])
+            shutil.rmtree(tmp_path / "state")
+            if len(starts) == 2:
+                (tmp_path / "state").touch()
+            os.kill(starts[-1], signal.SIGKILL)
+        return len(starts) == 2 and any("runs without a log" in line for line in pod.lines)
+
+    await pod.run_until(came_back_twice)
+
+    pod.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_log_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    """Before anything is started."""
+    (tmp_path / "logs").touch()
+    pod = Pod(tmp_path / "logs", {"station": SERVE})
+
+    with pytest.raises(ConfigError, match=r"cannot keep logs in .*: File exists"):
+        await pod.run_to_its_end()
+
+    assert not pod.supervisor.pids
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_costs_the_log_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither writing nor closing the log ends the pod: /dev/full refuses every byte."""
+    (tmp_path / "spark0.log").symlink_to("/dev/full")
+    monkeypatch.setattr(Supervisor, "_turn_logs", lambda _: None)
+    pod = Pod(tmp_path, {"station": SERVE, "spark0": SERVE})
+
+    await pod.run_until(lambda: pod.announced > 0)
+
+    pod.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_cannot_be_started_counts_as_failed(tmp_path: Path) -> None:
+    """One error that names the program, instead of a broken supervisor."""
+    pod = Pod(tmp_path, {"station": SERVE}, RestartPolicy(enabled=False))
+    pod.supervisor.children = [Child("station", ("/nowhere/python",), is_station=True)]
+
+    with pytest.raises(PodFailed, match="cannot start /nowhere/python: No such file"):
+        await pod.run_to_its_end()

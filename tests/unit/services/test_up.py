@@ -232,7 +232,7 @@ def test_the_bench_measures_a_pod_of_its_own(tmp_path: Path, checkpoint: Path) -
     assert report["bench"] == "pod"
     assert report["machine"]["cores"] >= 1
     assert report["skipped"] == {}
-    assert {"pod.tokens_per_s", "pod.layer.serial_us", "pod.layer.hop_us"} <= set(figures)
+    assert {"pod.tokens_per_s", "pod.layer.serial_us", "pod.layer.wait_us"} <= set(figures)
     assert all(value > 0 for value in figures.values()), figures
     assert processes_of(tmp_path) == set()
     assert list(tmp_path.iterdir()) == []

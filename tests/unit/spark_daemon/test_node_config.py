@@ -49,6 +49,17 @@ def test_defaults_suffice_apart_from_keys() -> None:
     assert made.spin_us == 0
 
 
+def test_paths_in_the_file_count_from_its_folder(tmp_path: Path) -> None:
+    """As in station.toml; what the command line says counts from the working directory."""
+    file = tmp_path / "n.toml"
+    file.write_text('bank = "banks/s0.k3bank"\nnode_key = "/keys/s0.key_secret"\n')
+
+    made = config.load("spark", "s0", path=file, overrides={"station_key": "station.key"})
+
+    assert made.bank == str(tmp_path / "banks/s0.k3bank")
+    assert (made.node_key, made.station_key) == ("/keys/s0.key_secret", "station.key")
+
+
 def test_options_win_over_the_file_over_the_defaults(tmp_path: Path) -> None:
     """The usual order."""
     file = tmp_path / "n.toml"
@@ -66,10 +77,10 @@ def test_options_win_over_the_file_over_the_defaults(tmp_path: Path) -> None:
         ("spin_us = 1.5", "spin_us"),
         ('spin_us = ""', "spin_us"),
         ('kernel = "gpu"', "kernel"),
-        ('fabric = "verbs9"', "fabric"),
         ('colour = "red"', "colour"),
         ('bank = ""', "bank"),
         ('name = "../x"', "name"),
+        ('name = "s1"', "its name is 's1', but node 's0' was asked for"),
         ("pin = 1", "pin"),
         ("= 3", "not TOML"),
         ("spin_us = 1\nspin_us = 2", "not TOML"),

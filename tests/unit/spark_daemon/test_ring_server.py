@@ -260,7 +260,7 @@ def test_damage_is_given_up_and_the_node_sleeps_again(bench: Bench) -> None:
     assert remote is not None
     remote.ring(bell_offset(1), 1)
     bench.until(lambda: bench.counters.corrupt_dispatches == 1)
-    bench.until(lambda: not bench.server.watches_suspects)
+    bench.until(lambda: not bench.server._suspects)
     pairs, activations = work()
     bench.lease.dispatch(1, 2, 1, pairs, activations)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import structlog
 from structlog.testing import LogCapture
 
+from shared.io.link import LinkCounters
 from station.admission import Admission, Limits
 from station.coordinator import Coordinator
 from station.engine import Engine, Stop
@@ -38,7 +39,7 @@ class Pod:
         self.nodes = SimpleNamespace(
             places=self.world.places,
             membership=Membership(placement=self.world.placement, kernel_id=1, last_epoch=0),
-            link=SimpleNamespace(keys_refused=3),
+            link=SimpleNamespace(keys_refused=3, counters=LinkCounters(malformed=2, oversized=1)),
             counters={},
             was_complete=False,
             missing=lambda: ["spark0"],

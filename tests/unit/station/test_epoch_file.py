@@ -64,4 +64,5 @@ def test_a_full_disk_is_refused_and_keeps_the_old_count(
         patch.setattr(os, "fsync", fail)
         with pytest.raises(ConfigError, match="No space left"):
             next_base(tmp_path)
+    assert os.listdir(tmp_path) == ["epoch"]
     assert next_base(tmp_path) == 3 * EPOCHS_PER_START

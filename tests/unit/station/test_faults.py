@@ -33,7 +33,18 @@ def test_nothing_without_the_variable() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["kill", "kill:spark0:1", "kill:spark0:1:x", "drop:spark0:1:2", "kill:a:1:2,,", "kill:a:-1:2"],
+    [
+        "kill",
+        "kill:spark0:1",
+        "kill:spark0:1:x",
+        "kill::1:2",
+        "kill:a::2",
+        "drop:spark0:1:2",
+        "kill:a:1:2,,",
+        "kill:a:-1:2",
+        "kill:a:\u00b2:2",
+        "kill:a:1:" + "9" * 5000,
+    ],
 )
 def test_a_misspelt_fault_is_refused(text: str) -> None:
     """A fault that never fires would make a test prove nothing."""

@@ -34,6 +34,7 @@ async def test_a_fresh_pod_claims_nothing() -> None:
             "total": 0, "open": 0, "failed": 0, "cancelled": 0, "refused": 0
         }  # fmt: skip
         assert (status["ready"], status["keys_refused"]) == (False, 3)
+        assert (status["control"]["malformed"], status["control"]["oversized"]) == (2, 1)
         assert node(pod, 0)["state"] == "local"
         spark = node(pod)
         assert spark["state"] == "absent"
@@ -106,3 +107,5 @@ async def test_metrics_have_one_sample_per_node() -> None:
             ("spark0", 2.0),
         ]
         assert families["k3_nodes_serving"].samples[0].value == 0.0
+        assert families["k3_keys_refused_total"].samples[0].value == 3.0
+        assert families["k3_frames_refused_total"].samples[0].value == 3.0

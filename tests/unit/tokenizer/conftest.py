@@ -13,7 +13,7 @@ _MERGES = ['"-', '="', " r", "ol", " rol", " role", "us", "er", "user", "th", "i
 
 
 def write_vocabulary(directory: Path, merges: list[str]) -> Path:
-    """Write ``tiktoken.model`` with all single bytes and ``merges``; return the directory."""
+    """Write `tiktoken.model` with all single bytes and `merges`; return the directory."""
     tokens = [bytes([value]) for value in range(256)] + [text.encode() for text in merges]
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
     (directory / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")

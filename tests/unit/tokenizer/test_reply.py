@@ -20,7 +20,7 @@ FULL = (
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of ``text`` with the four control spellings as control tokens."""
+    """Token ids of `text` with the four control spellings as control tokens."""
     control = {
         "<|open|>": tokenizer.open_id,
         "<|close|>": tokenizer.close_id,
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def parse(tokenizer: Tokenizer, text: str, *, thinking: bool = True) -> Outcome:
-    """Feed ``text`` token by token."""
+    """Feed `text` token by token."""
     return Outcome(tokenizer, ids_of(tokenizer, text), thinking=thinking)
 
 

@@ -18,7 +18,7 @@ from services.pod.layout import PodPaths, unit_of
 from shared.core.errors import EXIT_CONFIG
 from spark_daemon.config import BANK_ROOT, CONFIG_ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 UNITS = ROOT / "systemd"
 SERVICES = ("k3-spark@.service", "k3-grace.service", "k3-rtx.service", "k3-station.service")
 NODES = SERVICES[:3]
