@@ -29,11 +29,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a request: why it ended and how many rows did not come from their home."""
+    """The end of a request: why it ended and how many rows the cold store computed."""
 
     reason: Literal["stop", "length"]
     cold_rows: int
-    replica_rows: int
 
 
 TokenEvent = Token | Finished

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from shared.core.errors import ConfigError
+from shared.io.files import replace_file
 
 EPOCHS_PER_START: Final = 1 << 32  # a node that asks without pause cannot use them up
 _STARTS_MAX: Final = 2**63 // EPOCHS_PER_START - 2
@@ -19,7 +18,7 @@ def next_base(directory: Path) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         starts = _read(path) + 1
-        _replace(path, str(starts))
+        replace_file(path, str(starts).encode("ascii"))
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; the Station's state directory must be writable"
@@ -38,20 +37,3 @@ def _read(path: Path) -> int:
     if not 0 <= starts <= _STARTS_MAX:
         raise ValueError(starts)
     return starts
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".partial")
-    with ExitStack() as undo:
-        file = undo.enter_context(temporary.open("w", encoding="ascii"))
-        undo.callback(temporary.unlink, missing_ok=True)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-        temporary.replace(path)
-    # without this a power cut may bring the old name back, and with it the old epochs
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

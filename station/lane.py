@@ -85,12 +85,12 @@ class Lane:
             rng = step_rng(request.seed or 0, position)
             token = sample(logits.numpy(), request.temperature, request.top_p, rng)
             if token in request.stop_ids:
-                self.emit(Finished("stop", self.cold_rows, 0))
+                self.emit(Finished("stop", self.cold_rows))
                 return
             self.emit(Token(token))
             if position + 1 < request.max_tokens:
                 logits = yield from self._forward((token,), state, wants_logits=True)
-        self.emit(Finished("length", self.cold_rows, 0))
+        self.emit(Finished("length", self.cold_rows))
 
     def _forward(
         self, ids: tuple[int, ...], state: SequenceState, *, wants_logits: bool

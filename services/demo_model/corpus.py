@@ -121,11 +121,6 @@ class Corpus:
         """The facts in file order."""
         return tuple(entry.fact for entry in self.entries)
 
-    @property
-    def trained_count(self) -> int:
-        """The number of wordings that are trained word for word."""
-        return sum(len(entry.trained) for entry in self.entries)
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

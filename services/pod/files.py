@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.core.errors import ConfigError
+from shared.io.files import replace_file
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> bool:
@@ -23,16 +24,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> bool:
         if path.exists() and path.read_bytes() == data:
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        with contextlib.ExitStack() as undo:
-            undo.callback(partial.unlink, missing_ok=True)
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-            with open(descriptor, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            partial.replace(path)
-            undo.pop_all()
+        replace_file(path, data, mode=mode)
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; make the folder writable or choose another"

@@ -31,7 +31,6 @@ MAGIC: Final = b"K3BANK\0\1"
 FORMAT_VERSION: Final = 2  # 2: source_hashes
 PREFIX_BYTES: Final = 52
 JSON_BYTES_MAX: Final = 64 * 2**20  # every expert of K3 in one bank takes 20 MB
-TENSORS: Final = 12
 
 _FIELDS: Final = struct.Struct("<8sIQ")
 _HASH_BYTES: Final = 32

@@ -71,10 +71,7 @@ class Reply:
         """The `k3` object; None when a stop string cut the answer before the pod's own end."""
         if self._finished is None:
             return None
-        return {
-            "cold_rows": self._finished.cold_rows,
-            "replica_rows": self._finished.replica_rows,
-        }
+        return {"cold_rows": self._finished.cold_rows}
 
     def feed(self, token_id: int) -> list[ReplyEvent]:
         """The deltas that one token completes."""

@@ -24,8 +24,8 @@ from station.tokenizer.vocabulary import Tokenizer
 
 Step = str | int | TokenEvent | BaseException | asyncio.Event
 
-STOP = Finished("stop", cold_rows=3, replica_rows=1)
-LENGTH = Finished("length", cold_rows=0, replica_rows=0)
+STOP = Finished("stop", cold_rows=3)
+LENGTH = Finished("length", cold_rows=0)
 ANSWER = "why<|close|>think<|sep|><|open|>response<|sep|>"
 
 

@@ -58,7 +58,7 @@ async def test_plain_answer_has_every_field(start: Start) -> None:
             "completion_tokens": endpoint.backend.produced,
             "total_tokens": len(request.prompt_ids) + endpoint.backend.produced,
         },
-        "k3": {"cold_rows": 3, "replica_rows": 1},
+        "k3": {"cold_rows": 3},
     }
     assert request.request_id == "chatcmpl-t1"
 
@@ -118,7 +118,7 @@ async def test_a2_stream_equals_plain(start: Start) -> None:
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert parts[-1] == "[DONE]"
     assert parts[-2]["choices"][0]["finish_reason"] == "stop"
-    assert parts[-2]["k3"] == {"cold_rows": 3, "replica_rows": 1}
+    assert parts[-2]["k3"] == {"cold_rows": 3}
 
 
 @pytest.mark.asyncio

@@ -119,7 +119,7 @@ def play(endpoint: Endpoint, *, tokens_max: int, token_s: float, prefill_s: floa
                 await asyncio.sleep(token_s)
                 steps += 1
             yield Token(ord("x"))
-        yield Finished("length", cold_rows=0, replica_rows=0)
+        yield Finished("length", cold_rows=0)
 
     def status() -> dict[str, object]:
         return {"decode": decode(steps, serial_us=123.0), "nodes": []}

@@ -80,7 +80,7 @@ async def test_json_is_one_object(start: Start, capsys: Capture) -> None:
         "content": "Yes",
         "reasoning": "why",
         "finish_reason": "stop",
-        "k3": {"cold_rows": 3, "replica_rows": 1},
+        "k3": {"cold_rows": 3},
     }
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
