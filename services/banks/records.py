@@ -60,7 +60,7 @@ class RecordMaker:
         self._start = start
         self._buffers: queue.Queue[mmap.mmap] = queue.Queue(buffers)
         for _ in range(buffers):
-            self._buffers.put(mmap.mmap(-1, self._layout.stride_bytes))
+            self._buffers.put(_buffer(self._layout.stride_bytes))
         self._doing: dict[int, tuple[str, int]] = {}  # row: (what, since when in ns)
         self._lock = threading.Lock()
         self._cached: list[ExpertKey] = []  # read, and still in the page cache
@@ -137,6 +137,14 @@ class RecordMaker:
 
     def _offset(self, row: int) -> int:
         return self._start + row * self._layout.stride_bytes
+
+
+def _buffer(size: int) -> mmap.mmap:
+    """Page-aligned zeros; in huge pages, which a disk takes in fewer and larger requests."""
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them: slower, equally right
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
 
 
 def make_records(maker: RecordMaker, rows: int, workers: int, watch: Watch) -> list[Finished]:

@@ -57,5 +57,7 @@ def environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[str, str
         "MKL_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        # a folder `services` or `shared` where the operator happens to stand is not our code
+        "PYTHONSAFEPATH": "1",
         PARENT_VARIABLE: str(parent_pid),
     }

@@ -17,7 +17,7 @@ from services.pod import toml
 from services.pod.files import write_atomic
 from services.pod.layout import LOCAL_TIER, STATION, PodLayout, PodNode, PodPaths, nodes_of, unit_of
 from shared.core import placement as placements
-from shared.core.errors import BankError, ConfigError, PlacementError
+from shared.core.errors import BankError, ConfigError, KeyRefused, PlacementError
 from shared.core.placement import PlacedNode, Placement, Tier
 from shared.core.shape import ModelShape
 from shared.io import keys
@@ -107,7 +107,17 @@ def _write_keys(paths: PodPaths, names: list[str]) -> None:
             (paths.keys / f"{name}{keys.SECRET_SUFFIX}").unlink(missing_ok=True)
             keys.create(paths.keys, name)
         if name != STATION:
-            write_atomic(paths.allow_list / public.name, public.read_bytes())
+            write_atomic(paths.allow_list / public.name, _read_key(public))
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise KeyRefused(
+            f"cannot read key file {path}: {error.strerror}; make it readable, or remove it and "
+            "its secret half to get a new pair"
+        ) from error
 
 
 def _make_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ from services.pod.layout import MODEL_NAME, PodLayout, PodPaths
 from services.pod.ports import LOOPBACK, reserve
 from services.pod.supervision import RestartPolicy
 from services.pod.supervisor import Probe, Supervisor, SupervisorOptions
-from shared.core.errors import CheckpointError
+from shared.core.errors import CheckpointError, ConfigError
 from shared.io.process import tie_to_parent
 
 _PROBE_TIMEOUT_S: Final = 2.0
@@ -62,6 +62,11 @@ def run_pod(options: UpOptions) -> None:
 
 def _prepare(options: UpOptions, port: int, control_port: int) -> PodLayout:
     checkpoint = options.checkpoint.resolve()
+    for path in (checkpoint, options.state_dir.resolve()):
+        if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+            raise ConfigError(
+                f"path {os.fsencode(path)!r} is not UTF-8 and fits no settings file: rename it"
+            )
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"no checkpoint at {checkpoint}: give the folder that holds config.json with "
@@ -99,13 +104,20 @@ async def _supervise(options: UpOptions, layout: PodLayout, port: int) -> None:
         now_us=lambda: time.monotonic_ns() // 1000,
     )
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stop_signals():
         loop.add_signal_handler(number, supervisor.stop)
     url = f"http://{LOOPBACK}:{port}"
     _say(f"starting the Station and {len(layout.nodes)} nodes; logs in {layout.paths.logs}")
     async with httpx.AsyncClient(base_url=url, timeout=_PROBE_TIMEOUT_S, trust_env=False) as client:
         await supervisor.run(_ready_probe(client), _announcer(url, layout, options.program))
     _say("stopped")
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What ends a pod: Ctrl-C, `kill`, and a terminal that closes - except under `nohup`."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _ready_probe(client: httpx.AsyncClient) -> Probe:

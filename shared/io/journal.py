@@ -9,6 +9,7 @@ Journald's native protocol: https://systemd.io/JOURNAL_NATIVE_PROTOCOL/.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -73,7 +74,7 @@ class LogForm(Enum):
 
 
 def configure(
-    stream: TextIO,
+    stream: TextIO | None,
     environ: Mapping[str, str],
     *,
     identifier: str,
@@ -83,9 +84,11 @@ def configure(
 
     K3_LOG names a LogForm; without it lines go to journald when systemd connected `stream` to it,
     to a console when `stream` is a terminal, else out as logfmt. K3_LOG_LEVEL: debug, info
-    (default), warning, error, critical. `identifier` becomes SYSLOG_IDENTIFIER. Raises ConfigError
-    for other values.
+    (default), warning, error, critical. `identifier` becomes SYSLOG_IDENTIFIER. A `stream` of None
+    is one that the shell closed. Raises ConfigError for other values.
     """
+    if stream is None:
+        stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
     form = chosen_form(environ, _identity_of(stream), is_terminal=stream.isatty())
     level = environ.get("K3_LOG_LEVEL", "info").lower()
     if level not in _LEVELS:
@@ -94,7 +97,7 @@ def configure(
     if form is LogForm.JOURNAL:
         sink = _JournalSink(identifier, journal_socket, stream)
     else:
-        sink = structlog.PrintLogger(stream)
+        sink = _StreamSink(stream)
     root = structlog.wrap_logger(
         sink,
         processors=_processors(form, colours=stream.isatty()),
@@ -170,6 +173,20 @@ def journal_fields(identifier: str, event: Mapping[str, object]) -> list[tuple[s
 
 
 @dataclass(frozen=True, slots=True)
+class _StreamSink:
+    """Prints lines. A full disk or a reader that went away costs the line, never the daemon."""
+
+    stream: TextIO
+
+    def emit(self, line: str) -> None:
+        """Write one line."""
+        with contextlib.suppress(OSError):
+            print(line, file=self.stream, flush=True)
+
+    debug = info = warning = warn = error = critical = fatal = exception = msg = emit
+
+
+@dataclass(frozen=True, slots=True)
 class _JournalSink:
     """Sends events to journald; when that fails, prints them with a priority prefix instead."""
 
@@ -186,9 +203,8 @@ class _JournalSink:
                 link.sendto(datagram, os.fspath(self.path))
         except OSError:
             priority = _PRIORITIES.get(str(event.get("level", "info")), 6)
-            for line in _message(event).splitlines():
-                print(f"<{priority}>{line}", file=self.fallback)
-            self.fallback.flush()
+            lines = (f"<{priority}>{line}" for line in _message(event).splitlines())
+            _StreamSink(self.fallback).emit("\n".join(lines))
 
     debug = info = warning = warn = error = critical = fatal = exception = msg = emit
 

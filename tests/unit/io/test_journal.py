@@ -7,6 +7,8 @@ import json
 import os
 import pty
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -341,3 +343,23 @@ def test_loggers_do_not_share_what_is_bound() -> None:
 def test_a_short_value_is_one_line_of_the_datagram() -> None:
     """The text form is used when there is no line break."""
     assert journal_datagram([("MESSAGE", "hi"), ("K3_X", "a=b")]) == b"MESSAGE=hi\nK3_X=a=b\n"
+
+
+@pytest.mark.parametrize("form", ["logfmt", "json", "journal"])
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_a_log_that_cannot_be_written_is_not_the_daemons_end(form: str, redirection: str) -> None:
+    """A full disk, a closed stream, and no journal: the lines are lost, the process goes on."""
+    code = (
+        "import sys; from pathlib import Path; from shared.io.journal import configure\n"
+        f"log = configure(sys.stderr, {{'K3_LOG': {form!r}}}, identifier='k3',"
+        " journal_socket=Path('/nowhere'))()\n"
+        "for _ in range(500): log.error('event', text='long ' * 20)\n"
+        "print('alive')"
+    )
+    answer = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code],
+        stdout=subprocess.PIPE,
+        timeout=30,
+    )
+
+    assert (answer.returncode, answer.stdout) == (0, b"alive\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from services.pod.files import exclusive, write_atomic
 from services.pod.last_words import last_words
 from services.pod.paths import default_state_dir
 from services.pod.ports import reserve
+from services.pod.up import stop_signals
 from shared.core.errors import AddressInUse, ConfigError
 
 # every character that a Python string of a file name or a setting can hold, but lone surrogates
@@ -32,7 +34,8 @@ def test_write_atomic_writes_whole_files_and_only_changes(tmp_path: Path) -> Non
     assert write_atomic(path, b"one", mode=0o600) is True
     before = path.stat()
     assert write_atomic(path, b"one", mode=0o600) is False
-    assert path.stat() == before
+    after = path.stat()  # its time of access may change: it was read
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert write_atomic(path, b"two") is True
 
     assert path.read_bytes() == b"two"
@@ -168,3 +171,22 @@ def test_default_state_folder(value: str, base: str | None) -> None:
 
     assert default_state_dir({"XDG_STATE_HOME": value}) == expected / "k3" / "embedded"
     assert default_state_dir({}) == Path.home() / ".local" / "state" / "k3" / "embedded"
+
+
+def test_a_user_without_a_home_is_told_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user id that no passwd file knows, and no HOME."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54_321_012)
+
+    with pytest.raises(ConfigError, match="set HOME or give --state-dir"):
+        default_state_dir({})
+
+
+@pytest.mark.parametrize(("handler", "ends"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_a_closed_terminal_ends_a_pod_unless_nohup(handler: signal.Handlers, ends: bool) -> None:
+    """`nohup k3 up` asks for SIGHUP to be ignored."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        assert (signal.SIGHUP in stop_signals()) is ends
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -12,7 +12,7 @@ from services.pod.children import children_of, environment
 from services.pod.layout import PodLayout, PodPaths
 from services.pod.prepare import PodPlan, place, prepare
 from shared.core import placement as placements
-from shared.core.errors import CheckpointError, ConfigError, PlacementError
+from shared.core.errors import CheckpointError, ConfigError, KeyRefused, PlacementError
 from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape, ModelShape
 from shared.io import keys
@@ -127,6 +127,14 @@ def test_secrets_are_private_and_nobody_else_is_admitted(tmp_path: Path) -> None
     assert sorted(keys.load_allow_list(layout.paths.allow_list).values()) == [
         "grace", "rtx", "spark0", "spark1",
     ]  # fmt: skip
+
+
+def test_a_public_key_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    """Also where the tests run as root, who can read every file: it is a folder here."""
+    (tmp_path / "keys" / "spark0.key").mkdir(parents=True)
+
+    with pytest.raises(KeyRefused, match=r"cannot read key file .*spark0\.key: Is a directory"):
+        lay_out(tmp_path)
 
 
 def test_a_second_start_writes_nothing(tmp_path: Path) -> None:
@@ -270,5 +278,6 @@ def test_the_processes_of_a_pod(tmp_path: Path) -> None:
     assert environ["OMP_NUM_THREADS"] == "1"
     assert environ[PARENT_VARIABLE] == "42"
     assert environ["A"] == "1"
+    assert environ["PYTHONSAFEPATH"] == "1"
     # systemd talks to `k3 up`, not to its children
     assert "NOTIFY_SOCKET" not in environ

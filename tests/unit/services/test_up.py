@@ -92,6 +92,16 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     assert left_behind(tmp_path / "state") == set()
 
 
+def test_a_path_that_no_settings_file_can_hold_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    """File names are bytes, settings are UTF-8."""
+    state = tmp_path / os.fsdecode(b"st\xff")
+
+    error = refused(state, "--port", "0", "--checkpoint", str(checkpoint))
+
+    assert "is not UTF-8" in error
+    assert left_behind(state) == set()
+
+
 @pytest.mark.parametrize("damage", ["truncated", "foreign"])
 def test_a_damaged_or_foreign_checkpoint_is_refused(
     tmp_path: Path, checkpoint: Path, damage: str
