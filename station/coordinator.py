@@ -24,6 +24,7 @@ from station.lane import Lane
 from station.model.network import K3Text
 from station.nodes import Nodes
 
+JOIN_GRACE_US: Final = 60_000_000  # how long a started pod waits for its nodes to come
 STALL_US: Final = 10_000_000  # work without progress for this long is not alive
 
 
@@ -64,6 +65,7 @@ class Coordinator:
         self._now_us = now_us
         self._log = log
         self._progress = (0, now_us())
+        self._started_us = now_us()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See ChatBackend."""
@@ -81,14 +83,17 @@ class Coordinator:
         return report.status(self)
 
     def readiness(self) -> tuple[bool, str]:
-        """Ready once every node has served; afterwards a lost node only degrades an exact pod."""
+        """Ready once every node has served, or had JOIN_GRACE_US to come; a node that is missing
+        after that only degrades an exact pod.
+        """
         if not self._engine.is_alive:
             return False, "the model thread has ended"
         missing = self.nodes.missing()
         if not missing:
             return True, "ready"
         names = ", ".join(missing)
-        if self.nodes.was_complete and self._path.on_miss == "exact":
+        joined = self.nodes.was_complete or self._now_us() - self._started_us > JOIN_GRACE_US
+        if joined and self._path.on_miss == "exact":
             return True, f"degraded but exact: the cold store serves {names}"
         return False, f"waiting for {names}"
 

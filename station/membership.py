@@ -3,7 +3,8 @@
 Theory. A node says Hello and gets an offer under a fresh epoch; when its canary row is right it is
 granted and serves; heartbeats renew it; silence, a goodbye, a dead process or too many missed
 deadlines end it. An ended lease never revives: the node's next Hello gets a higher epoch. A second
-Hello of a node that already serves means that its process started again: the old lease ends first.
+Hello of the process that serves ends its old lease first; one of another process of that name is
+refused until the first is gone.
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ class Membership:
     last_epoch: int
     leases: dict[str, Lease] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
+    holders: dict[str, int] = field(default_factory=dict)  # node -> incarnation that was offered
 
     def apply(self, event: Event) -> list[Action]:
         """Move the state and return what the shell must do, in order."""
@@ -169,11 +171,24 @@ class Membership:
         actions: list[Action] = []
         current = self.leases.get(node)
         if current is not None and current.state is not LeaseState.LOST:
+            if self.holders.get(node) != hello.incarnation:
+                return [self._taken(node, current)]
             actions += self._end(node, current.epoch, "the node started again")
+        self.holders[node] = hello.incarnation
         self.last_epoch += 1
         self.leases[node] = Lease.offer(node, self.last_epoch, now_us)
         self.misses[node] = 0
         return [*actions, Offer(hello, self.last_epoch)]
+
+    def _taken(self, node: str, current: Lease) -> Refuse:
+        """Two living processes of one name would take the lease from each other for ever."""
+        return Refuse(
+            node,
+            "name_taken",
+            f"another process serves as {node} under epoch {current.epoch}: stop one of them; its "
+            f"lease ends when it stops, or {leases.TTL_US // 1_000_000} s after it falls silent",
+            permanent=False,
+        )
 
     def _refusal(self, hello: Hello) -> Refuse | None:
         placed = {node.name: node for node in self.placement.nodes}.get(hello.sender)

@@ -11,7 +11,7 @@ import pytest
 from shared.core.errors import MeshError, NodeLost, RequestError, RequestRefused
 from station.__main__ import _guard
 from station.backend import Finished, Token, TokenEvent
-from station.coordinator import STALL_US
+from station.coordinator import JOIN_GRACE_US, STALL_US
 from station.engine import Stop
 from tests.unit.station.small_pod import Pod, small_pod
 from tests.unit.station.toy_model import request
@@ -159,6 +159,18 @@ async def test_ready_means_every_node_has_served_once() -> None:
     async with small_pod("fail") as pod:
         pod.nodes.was_complete = True
         assert pod.coordinator.readiness() == (False, "waiting for spark0")
+
+
+async def test_a_node_that_never_comes_is_waited_for_a_bounded_time() -> None:
+    """A Station that starts while a node is down serves exactly, so it is ready after a minute."""
+    async with small_pod() as pod:
+        pod.world.clock.us += JOIN_GRACE_US
+        assert not pod.coordinator.readiness()[0]
+        pod.world.clock.us += 1
+        assert pod.coordinator.readiness()[0]
+    async with small_pod("fail") as pod:
+        pod.world.clock.us += JOIN_GRACE_US + 1
+        assert not pod.coordinator.readiness()[0]
 
 
 async def test_alive_means_progress_not_presence() -> None:

@@ -97,6 +97,22 @@ def test_a_returning_node_gets_a_higher_epoch_and_the_old_is_fenced(members: Mem
     assert actions[1].epoch > first
 
 
+def test_a_second_process_of_a_name_waits_for_the_first(members: Membership) -> None:
+    """Two living nodes of one name must not take the lease from each other for ever."""
+    epoch = join(members)
+    other = hello(members.placement, incarnation=2)
+
+    (refuse,) = members.apply(HelloCame(other, 5))
+
+    assert isinstance(refuse, Refuse)
+    assert (refuse.code, refuse.permanent) == ("name_taken", False)
+    assert members.leases["spark0"].epoch == epoch
+    members.apply(NodeEnded("spark0", epoch, "its connection closed"))
+    (offer,) = members.apply(HelloCame(other, 6))
+    assert isinstance(offer, Offer)
+    assert offer.epoch > epoch
+
+
 def test_messages_of_an_old_lease_change_nothing(members: Membership) -> None:
     """A late heartbeat, canary or goodbye of an ended lease is never obeyed."""
     old = join(members)
