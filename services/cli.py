@@ -37,7 +37,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "bench": Verb("Look", "services.bench.cli", "bench", "Measure, and print a table or JSON."),
     "census": Verb("Prepare", "services.census.cli", "census", "Say what a checkpoint holds."),
     "synth": Verb("Prepare", "services.synth.cli", "synth", "Write a synthetic checkpoint."),
-    "bank": Verb("Prepare", "services.banks.cli", "bank", "Build, verify and show bank files."),
+    "bank": Verb(
+        "Prepare", "services.banks.cli", "bank", "Plan, build, verify and list bank files."
+    ),
     "keys": Verb("Prepare", "services.keys.cli", "keys", "Make keys and admit nodes."),
     "pod": Verb("Prepare", "services.pod.cli", "pod", "Lay out a pod for systemd."),
 }
@@ -58,6 +60,14 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(verb.module), verb.attribute)
         assert isinstance(command, click.Command), f"{verb.module}.{verb.attribute}"
         return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a verb; an error of ours is one line and its own exit status."""
+        try:
+            return super().invoke(ctx)
+        except MeshError as error:
+            click.echo(f"k3: error[{error.code}]: {error}", err=True)
+            ctx.exit(error.exit_status)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Sections with one line per verb, without importing any."""
@@ -91,9 +101,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except MeshError as error:
-        click.echo(f"k3: error[{error.code}]: {error}", err=True)
-        return error.exit_status
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -23,7 +23,7 @@ from services.banks.target import choose_target
 from services.banks.verify import verify_against
 from shared.core import placement as placements
 from shared.core.bank_header import BankHeader
-from shared.core.errors import BankError, MeshError, PlacementError
+from shared.core.errors import BankError, PlacementError
 from shared.core.placement import Placement
 from shared.core.shape import K3, ModelShape
 from shared.io.bank_file import BankFile, RecordFault, blake3_digest, verify
@@ -38,18 +38,7 @@ _SHAPES: Final = {"k3": K3}
 _NO_SPLIT: Final = "give --placement FILE or --split plain"
 
 
-class _BankGroup(click.Group):
-    """Ends each of our errors in one line and its own exit status."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except MeshError as error:
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_status)
-
-
-@click.group(name="bank", cls=_BankGroup)
+@click.group(name="bank")
 def bank() -> None:
     """Plan, build, verify and show bank files: the expert records of one node.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from services.banks.cli import bank
+from services.cli import k3
 from shared.core import placement as placements
 from shared.io.bank_file import BankFile
 from station.model.checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(bank, [str(argument) for argument in arguments])
+    return CliRunner().invoke(k3, ["bank", *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture(scope="module")

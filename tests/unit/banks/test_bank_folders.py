@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 from services.banks import progress as progress_module
 from services.banks.builder import build, journal_path
-from services.banks.cli import bank
 from services.banks.partial_file import partial_path
 from services.banks.progress import progress_line, shown_progress
 from services.banks.target import choose_target
+from services.cli import k3
 from shared.core.errors import BankError, CheckpointError
 from shared.core.placement import Placement
 from shared.io.bank_file import BankFile
@@ -27,7 +27,7 @@ NAME = "spark0.k3bank"
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(bank, [str(argument) for argument in arguments])
+    return CliRunner().invoke(k3, ["bank", *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from services import cli as k3
 from services.banks.builder import build
-from services.banks.cli import bank
 from services.banks.plan import bank_plan, plain_split
+from services.cli import k3, run
 from shared.core import placement as placements
 from shared.core.errors import PlacementError
 from shared.core.placement import Placement
@@ -23,7 +22,7 @@ from tests.unit.banks.conftest import SHAPE, RandomExperts
 def test_eight_sparks_are_planned_without_a_checkpoint() -> None:
     """plan-figures.md: 5,704 experts, 98.699 GiB, 17,112 reads a Spark; eight banks 847.8 GB."""
     options = ["--split", "plain", "--sparks", "8", "--shape", "k3", "--json"]
-    result = CliRunner().invoke(bank, ["plan", *options])
+    result = CliRunner().invoke(k3, ["bank", "plan", *options])
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert [entry["node"] for entry in report["banks"]] == [f"spark{i}" for i in range(8)]
@@ -36,7 +35,7 @@ def test_eight_sparks_are_planned_without_a_checkpoint() -> None:
 
 def test_plan_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     """The same figures as a table, through `k3` itself."""
-    assert k3.run(["bank", "plan", "--split", "plain"]) == 0
+    assert run(["bank", "plan", "--split", "plain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[4].split()[:4] == ["spark3", "5,704", "92", "98.699"]
     assert lines[4].split()[-1] == "17,112"
@@ -87,9 +86,9 @@ def test_plan_of_a_placement_file(tmp_path: Path) -> None:
     nodes = [("hbm", "hbm", 1.0), ("grace", "grace", 1.0), ("spark0", "spark", 2.0)]
     file = tmp_path / "placement.json"
     file.write_bytes(placements.encode(placements.balanced("m", SHAPE, nodes)))  # type: ignore[arg-type]
-    shown = CliRunner().invoke(bank, ["plan", "--placement", str(file), "--json"])
+    shown = CliRunner().invoke(k3, ["bank", "plan", "--placement", str(file), "--json"])
     assert [b["node"] for b in json.loads(shown.output)["banks"]] == ["grace", "spark0"]
-    one = CliRunner().invoke(bank, ["plan", "--placement", str(file), "--node", "spark0"])
+    one = CliRunner().invoke(k3, ["bank", "plan", "--placement", str(file), "--node", "spark0"])
     assert one.output.splitlines()[1].split()[:2] == ["spark0", "12"]
 
 
@@ -105,6 +104,6 @@ def test_plan_of_a_placement_file(tmp_path: Path) -> None:
 )
 def test_plans_that_cannot_be_made(arguments: list[str], status: int, named: str) -> None:
     """Wrong usage is 2, a wrong file or node 78; both say what."""
-    result = CliRunner().invoke(bank, ["plan", *arguments])
+    result = CliRunner().invoke(k3, ["bank", "plan", *arguments])
     assert result.exit_code == status, result.output
     assert named in result.output

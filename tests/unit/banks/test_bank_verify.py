@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from services.banks.builder import build
-from services.banks.cli import bank
 from services.banks.verify import verify_against
+from services.cli import k3
 from shared.core.errors import CheckpointError, DigestMismatch
 from shared.core.placement import Placement
 from shared.io.bank_file import BankFile, FaultKind, RecordFault, blake3_digest, verify
@@ -22,7 +22,7 @@ from tests.unit.banks.conftest import RandomExperts
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(bank, [str(argument) for argument in arguments])
+    return CliRunner().invoke(k3, ["bank", *(str(argument) for argument in arguments)])
 
 
 @pytest.fixture(params=["nvfp4", "mxfp4"])
