@@ -12,6 +12,7 @@ from shared.kernels.select import select_kernel
 from station.local_experts import LocalTier
 from station.model.checkpoint import Checkpoint
 from station.model.network import K3Text
+from station.sampling import sample, step_rng
 from station.tokenizer.chat import ChatMessage, render
 from station.tokenizer.vocabulary import Tokenizer
 
@@ -22,6 +23,9 @@ class Solo:
     """Greedy decoding with every expert in this process."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32) -> None:
+        # as the Station: another number of threads sums in another order, and rounding to bf16
+        # makes that visible
+        torch.set_num_threads(1)
         opened = Checkpoint.open(checkpoint)
         shape = opened.config.shape
         self.tokenizer = Tokenizer.load(checkpoint)
@@ -45,8 +49,13 @@ class Solo:
         """Prompt ids as the endpoint renders a single question."""
         return render(self.tokenizer, [ChatMessage(role="user", content=question)])
 
-    def tokens(self, question: str, *, max_tokens: int) -> list[int]:
-        """Greedy token ids up to the end of the message."""
+    def tokens(
+        self, question: str, *, max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[int]:
+        """Token ids up to the end of the message; greedy at temperature 0, as the pod samples else.
+
+        A hot sample depends on every logit, so it notices far smaller errors than an arg-max does.
+        """
         prompt = self.prompt(question)
         state = self.model.new_state()
         out: list[int] = []
@@ -55,7 +64,7 @@ class Solo:
                 ids = torch.tensor(prompt[start : start + PREFILL_TOKENS])
                 logits = self.model.forward(ids, state, self.experts)
             while len(out) < max_tokens:
-                token = int(np.argmax(logits.numpy()))
+                token = sample(logits.numpy(), temperature, 1.0, step_rng(seed, len(out)))
                 if token == self.tokenizer.end_of_msg_id:
                     break
                 out.append(token)
