@@ -13,10 +13,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shared.core.ring_layout import Pairs, Rows, RowStatus
+from shared.core.ring_layout import Pairs, Rows, RowStatus, finite_rows
 from shared.kernels.expert import ExpertKernel
 
-_BF16_EXPONENT: Final = np.uint16(0x7F80)  # all ones: infinity or NaN
 _NOWHERE: Final = -1
 
 
@@ -75,7 +74,7 @@ class Executor:
         self.kernel.rows(self.arena, bank_rows, tokens, activations, rows)
 
         status = np.where(bank_rows == _NOWHERE, RowStatus.UNKNOWN_EXPERT.value, 0).astype(np.uint8)
-        broken = ((rows & _BF16_EXPONENT) == _BF16_EXPONENT).any(axis=1)
+        broken = ~finite_rows(rows)
         if broken.any():
             status[broken] = RowStatus.NOT_FINITE.value
             rows[broken] = 0

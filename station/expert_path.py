@@ -26,7 +26,7 @@ from shared.core.errors import (
     Refused,
     RowCorrupt,
 )
-from shared.core.ring_layout import Rows, RowStatus
+from shared.core.ring_layout import Rows, RowStatus, all_finite, finite_rows
 from shared.io.fabric import FabricError
 from station.channel import Answer, NodeChannel, Ticket
 from station.deadline import DeadlinePolicy, budget_us
@@ -37,8 +37,6 @@ from station.places import Places
 from station.split import chunks, local_tokens, split
 
 OnMiss: TypeAlias = Literal["exact", "fail"]
-_EXPONENT: Final = 0x7F80  # all exponent bits set in a bf16: infinity or NaN
-_MAGNITUDE: Final = 0x7FFF  # all bits but the sign
 _OK: Final = RowStatus.OK.value
 _NOT_FINITE: Final = RowStatus.NOT_FINITE.value
 
@@ -199,8 +197,8 @@ class _LayerRun:
             experts = self.ledger.experts(positions)
             tokens = positions // self._top_k
             rows = tier.rows(self.work.key.layer, experts, tokens, self.work.activations)
-            if not _all_finite(rows):
-                good = _finite(rows)
+            if not all_finite(rows):
+                good = finite_rows(rows)
                 self.orphans.append(Orphans(place, positions[~good], Cause.CORRUPT))
                 positions, rows = positions[good], rows[good]
             self._account(place, positions, rows)
@@ -286,13 +284,13 @@ class _LayerRun:
     def _keep(self, ticket: Ticket, answer: Answer) -> None:
         """Account what is good in a verified reply; the rest is orphaned."""
         channel = ticket.channel
-        if not answer.status.any() and _all_finite(answer.rows):
+        if not answer.status.any() and all_finite(answer.rows):
             self._account(channel.place, ticket.positions, answer.rows)
             channel.stats.rows += len(ticket.positions)
             return
         good = answer.status == _OK
         bad_values = ~good & (answer.status == _NOT_FINITE)
-        bad_values |= good & ~_finite(answer.rows)
+        bad_values |= good & ~finite_rows(answer.rows)
         refused = ~good & ~bad_values
         kept = good & ~bad_values
         self._account(channel.place, ticket.positions[kept], answer.rows[kept])
@@ -338,7 +336,7 @@ class _LayerRun:
             raise self._failure(
                 orphan.place, positions, orphan.cause, f"; the cold store cannot help: {error}"
             ) from error
-        good = _finite(rows)
+        good = finite_rows(rows)
         if not good.all():
             raise self._failure(orphan.place, positions[~good], Cause.CORRUPT)
         self._account(orphan.place, positions, rows)
@@ -364,14 +362,3 @@ class _LayerRun:
             experts=sorted({int(expert) for expert in self.ledger.experts(positions)}),
             elapsed_us=self.path.now_us() - self.opened_us,
         )
-
-
-def _finite(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Per row of uint16 [R, latent] (bf16 bits): no infinity, no NaN."""
-    good: npt.NDArray[np.bool_] = ((rows & _EXPONENT) != _EXPONENT).all(axis=1)
-    return good
-
-
-def _all_finite(rows: Rows) -> bool:
-    """Whether no value of uint16 [R, latent] (bf16 bits) is infinite or NaN; one pass."""
-    return not rows.size or int((rows & _MAGNITUDE).max()) < _EXPONENT

@@ -32,6 +32,9 @@ PAIR_BYTES: Final = 4
 
 assert HEADER.size == HEADER_BYTES
 
+_EXPONENT: Final = 0x7F80  # all exponent bits set in a bf16: infinity or NaN
+_MAGNITUDE: Final = 0x7FFF  # all bits but the sign
+
 Pairs = npt.NDArray[np.uint16]  # [R, 2]: (token index, expert id)
 Rows = npt.NDArray[np.uint16]  # bf16 bits
 
@@ -159,6 +162,17 @@ class RowStatus(Enum):
     OK = 0
     UNKNOWN_EXPERT = 1  # not in this node's bank
     NOT_FINITE = 2  # computed NaN or infinity; the row is zero
+
+
+def finite_rows(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Per row of uint16 [R, latent] (bf16 bits): no infinity, no NaN."""
+    good: npt.NDArray[np.bool_] = ((rows & _EXPONENT) != _EXPONENT).all(axis=1)
+    return good
+
+
+def all_finite(rows: Rows) -> bool:
+    """Whether no value of uint16 [R, latent] (bf16 bits) is infinite or NaN; one pass."""
+    return not rows.size or int((rows & _MAGNITUDE).max()) < _EXPONENT
 
 
 def build_dispatch(pairs: Pairs, activations: Rows) -> npt.NDArray[np.uint8]:
