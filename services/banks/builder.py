@@ -14,9 +14,6 @@ from typing import Final
 
 import msgspec
 
-from services.banks import journal as journals
-from services.banks.journal import Finished, Journal
-from services.banks.partial_file import PartialFile, refuse_existing
 from services.banks.plan import PRODUCER, draft_header
 from services.banks.records import Notice, Progress, RecordMaker, Watch, make_records
 from services.banks.source import ExpertSource
@@ -24,7 +21,10 @@ from shared.core.bank_header import BankHeader, encode
 from shared.core.errors import BankError, CheckpointError, DigestMismatch
 from shared.core.names import checked_name
 from shared.core.placement import Placement
+from shared.io import record_journal as journals
 from shared.io.bank_file import blake3_digest
+from shared.io.partial_file import PartialFile, refuse_existing
+from shared.io.record_journal import Finished, Journal
 
 SUFFIX: Final = ".k3bank"
 WORKERS: Final = 4

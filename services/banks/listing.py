@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 
 from services.banks.builder import SUFFIX, journal_path
-from services.banks.journal import count_finished
-from services.banks.partial_file import SUFFIX as PARTIAL_SUFFIX
 from shared.core.errors import BankError
 from shared.io.bank_file import BankFile
+from shared.io.partial_file import SUFFIX as PARTIAL_SUFFIX
+from shared.io.record_journal import count_finished
 
 
 class BankEntry(msgspec.Struct, frozen=True, kw_only=True):

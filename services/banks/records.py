@@ -16,12 +16,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from services.banks.journal import Finished, Journal
-from services.banks.partial_file import PartialFile
 from services.banks.source import ExpertSource, read_record
 from shared.core.bank_header import BankHeader
 from shared.core.placement import ExpertKey
 from shared.io.bank_file import blake3_digest, tensor_checks
+from shared.io.partial_file import PartialFile
+from shared.io.record_journal import Finished, Journal
 
 _CACHED_BYTES_MAX: Final = 512 * 2**20
 

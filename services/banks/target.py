@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.banks.partial_file import partial_path, refuse_existing
 from shared.core.errors import BankError
+from shared.io.partial_file import partial_path, refuse_existing
 
 
 def choose_target(folders: Sequence[Path], name: str, size: int, *, replace: bool) -> Path:

@@ -41,6 +41,7 @@ Expert: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 Blake3Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 TensorChecks: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{96}$")]
 Digest: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+RecordOrder: TypeAlias = Literal["row-major", "interleaved-4"]
 
 
 class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,13 +12,13 @@ from click.testing import CliRunner, Result
 
 from services.banks import progress as progress_module
 from services.banks.builder import build, journal_path
-from services.banks.partial_file import partial_path
 from services.banks.progress import progress_line, shown_progress
 from services.banks.target import choose_target
 from services.cli import k3
 from shared.core.errors import BankError, CheckpointError
 from shared.core.placement import Placement
 from shared.io.bank_file import BankFile
+from shared.io.partial_file import partial_path
 from station.model.checkpoint import Checkpoint
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.banks.conftest import RandomExperts

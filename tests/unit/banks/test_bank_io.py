@@ -176,7 +176,7 @@ def test_buffered_writes_do_not_pile_up(
 
     monkeypatch.setattr(os, "O_DIRECT", 0)
     monkeypatch.setattr(os, "fdatasync", counted)
-    monkeypatch.setattr("services.banks.partial_file._UNSYNCED_BYTES_MAX", 10**6)
+    monkeypatch.setattr("shared.io.partial_file._UNSYNCED_BYTES_MAX", 10**6)
     build_all(checkpoint, tmp_path / "n.k3bank")
     # 11 records of 0.44 MB: every third one reaches the limit
     assert len(flushed) == 3

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from services.banks.builder import build, journal_path
-from services.banks.journal import Finished, Journal, count_finished
-from services.banks.partial_file import partial_path
 from shared.core.errors import BankError, CheckpointError
 from shared.core.placement import Placement
+from shared.io.partial_file import partial_path
+from shared.io.record_journal import Finished, Journal, count_finished
 from tests.unit.banks.conftest import RandomExperts
 
 ROOT = Path(__file__).parents[3]
