@@ -28,18 +28,28 @@ def node_command(kind: Kind, *, default_name: str | None = None) -> click.Comman
             f"Serve the bank NAME as a node of the {kind} tier until SIGTERM. Settings: "
             f"/etc/k3/{kind}/NAME.toml; options win over the file.\n\n"
             f"Example: k3-{kind} {default_name or 'spark0'} --station tcp://10.0.0.1:8381\n\n"
-            "Exit status: 0 stopped, 1 failed, 2 wrong usage, 78 settings, key or bank refused."
+            "Exit status: 0 stopped, 1 failed, 2 wrong usage, 75 no memory or bank service now, "
+            "78 settings, key or bank refused."
         ),
     )
     @name_argument
     @click.option("--config", "config_path", type=click.Path(path_type=Path), help="Settings file.")
     @click.option("--bank", help="Bank file. [/var/lib/k3/banks/NAME.k3bank]")
     @click.option("--station", help="Control address of the Station, tcp://HOST:PORT.")
+    @click.option("--bank-service", help="Pull a missing bank from here, tcp://HOST:PORT. [never]")
     @click.option("--station-key", help="The Station's public key file.")
     @click.option("--node-key", help="This node's secret key file (mode 0600).")
     @click.option("--kernel", help="auto, cpu or reference. [auto]")
     @click.option("--spin-us", type=int, help="Poll this long before sleeping. [0]")
     @click.option("--pin/--no-pin", default=None, help="Lock the bank in memory. [--pin]")
+    @click.option(
+        "--memory-floor-bytes",
+        type=int,
+        help="Memory that loading the bank leaves free. [2 GiB, or 5 % of a small machine]",
+    )
+    @click.option(
+        "--memory-wait-us", type=int, help="How long to wait for that much memory. [30000000]"
+    )
     @click.pass_context
     def command(
         context: click.Context, /, name: str, config_path: Path | None, **overrides: object | None

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 
 from shared.core.errors import ConfigError
+from shared.core.loading import WAIT_US
 from shared.core.names import NodeName, checked_name
 from shared.core.placement import Tier
 
@@ -35,9 +36,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     station: Annotated[str, msgspec.Meta(max_length=256)]
     station_key: PathText
     node_key: PathText
+    bank_service: Annotated[str, msgspec.Meta(max_length=256)] = ""  # "": never pull a bank
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     kernel: Literal["auto", "cpu", "reference"] = "auto"
     pin: bool = True
+    memory_floor_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None  # None: by the machine
+    memory_wait_us: Annotated[int, msgspec.Meta(ge=0, le=3_600_000_000)] = WAIT_US
 
 
 def load(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,8 @@ from shared.core.errors import EXIT_FAILED, BankError, ConfigError, MeshError
 from shared.core.wire import BankFacts, ToNode, ToStation
 from shared.io import journal, keys
 from shared.io.address import parse_address
-from shared.io.bank_file import BankFile, load_arena
+from shared.io.arena import Arena
+from shared.io.bank_file import BankFile
 from shared.io.fabric import Fabric
 from shared.io.fabric_shm import ShmFabric
 from shared.io.link import NodeLink, connect
@@ -38,14 +40,12 @@ from spark_daemon import config as configs
 from spark_daemon.config import Kind, NodeConfig
 from spark_daemon.executor import BankIndex, Executor
 from spark_daemon.health import CANARY_PERIOD_US
+from spark_daemon.loading import LoadReporter, bank_title, load_bank, stage_bank
 from spark_daemon.node import Node
 from spark_daemon.parts import Connect, NodeParts
-from spark_daemon.pinning import pin
 
 CONNECT_US: Final = 1_000_000  # one attempt; also how long a stop may wait for it
 RING_THREAD: Final = "k3-ring"
-LOAD_US_MIN: Final = 30_000_000
-LOAD_BYTES_PER_US: Final = 200  # the slowest disk and hash a start is given time for: 200 MB/s
 
 
 def main(
@@ -58,8 +58,8 @@ def main(
 ) -> int:
     """Run node `name` until SIGTERM or SIGINT; the exit status of the process.
 
-    0 after a stop, 78 when a person has to change something first, 1 after anything else. Every
-    failure is one log line.
+    0 after a stop, 75 when memory or a bank service was missing, 78 when a person has to act
+    first, 1 after anything else. Every failure is one log line.
     """
     try:
         make_log = journal.configure(sys.stderr, environ, identifier=f"k3-{kind}")
@@ -109,28 +109,12 @@ def _serve(config: NodeConfig, environ: Mapping[str, str], log: FilteringBoundLo
     ring_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=RING_THREAD)
     try:
         link = connector(config)  # checks address and keys before the bank is read: that takes long
-        parts = _parts(
-            config,
-            environ,
-            log,
-            notifier=notifier,
-            fabric=fabric,
-            ring_thread=ring_thread,
-            link=link,
-        )
+        start = _Start(config, environ, log, notifier, fabric, ring_thread, link)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_stopped(Node(parts)))
+            runner.run(start.run())
     finally:
         ring_thread.shutdown()
         fabric.close()
-
-
-async def _until_stopped(node: Node) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await node.run(stop)
 
 
 def connector(config: NodeConfig) -> Connect:
@@ -164,56 +148,80 @@ def check_bank(header: BankHeader, config: NodeConfig) -> None:
         )
 
 
-def _parts(
-    config: NodeConfig,
-    environ: Mapping[str, str],
-    log: FilteringBoundLogger,
-    *,
-    notifier: Notifier,
-    fabric: Fabric,
-    ring_thread: ThreadPoolExecutor,
-    link: Connect,
-    clock_ns: Callable[[], int] = time.monotonic_ns,
-) -> NodeParts:
-    started_ns = clock_ns()
-    with BankFile.open(Path(config.bank)) as bank:
-        notifier.notify(
-            EXTEND_TIMEOUT_USEC=LOAD_US_MIN + bank.arena_bytes // LOAD_BYTES_PER_US,
-            STATUS=f"reading bank {config.bank}",
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """From settings to a running node, on the event loop."""
+
+    config: NodeConfig
+    environ: Mapping[str, str]
+    log: FilteringBoundLogger
+    notifier: Notifier
+    fabric: Fabric
+    ring_thread: ThreadPoolExecutor
+    link: Connect
+    clock_ns: Callable[[], int] = time.monotonic_ns
+
+    async def run(self) -> None:
+        """Load the bank and serve it until SIGTERM or SIGINT."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        parts = await self._parts(stop)
+        if parts is not None:
+            await Node(parts).run(stop)
+
+    async def _parts(self, stop: asyncio.Event) -> NodeParts | None:
+        """What the node is made of; None when `stop` came before its bank was there."""
+        config, incarnation, started_ns = self.config, secrets.randbits(63), self.clock_ns()
+        reporter = LoadReporter(
+            name=config.name,
+            incarnation=incarnation,
+            bank=bank_title(config),
+            notifier=self.notifier,
+            connect=self.link,
+            log=self.log,
         )
-        header = bank.header
-        check_bank(header, config)
-        kernel = select_kernel(header.shape, config.kernel)
-        arena = load_arena(bank, verify=True)
-    if config.pin:
-        pin(arena)
-    log.info(
-        "bank_loaded",
-        bank=header.name,
-        rows=len(header.rows),
-        arena_bytes=arena.nbytes,
-        load_us=(clock_ns() - started_ns) // 1000,
-    )
-    return NodeParts(
-        name=config.name,
-        tier=config.tier,
-        bank=BankFacts(
-            name=header.name,
-            model_digest=header.model_digest,
-            placement_digest=header.placement_digest,
-            shape=header.shape,
+        if not await stage_bank(config, reporter, stop):
+            return None
+        with BankFile.open(Path(config.bank)) as bank:
+            header = bank.header
+            check_bank(header, config)
+            kernel = select_kernel(header.shape, config.kernel, header.layout)
+            arena = await load_bank(bank, config, reporter, stop)
+        if arena is None:
+            return None
+        self._log_loaded(header, arena, (self.clock_ns() - started_ns) // 1000)
+        return NodeParts(
+            name=config.name,
+            tier=config.tier,
+            bank=BankFacts(
+                name=header.name,
+                model_digest=header.model_digest,
+                placement_digest=header.placement_digest,
+                shape=header.shape,
+                rows=len(header.rows),
+            ),
+            incarnation=incarnation,
+            pid=os.getpid(),
+            executor=Executor(kernel, arena.records, BankIndex(header.rows)),
+            reference=select_kernel(header.shape, "reference", header.layout),
+            fabric=self.fabric,
+            ring_thread=self.ring_thread,
+            connect=self.link,
+            notifier=self.notifier,
+            watchdog_us=watchdog_interval_us(self.environ, os.getpid()),
+            canary_period_us=CANARY_PERIOD_US,
+            clock_ns=self.clock_ns,
+            log=self.log,
+        )
+
+    def _log_loaded(self, header: BankHeader, arena: Arena, load_us: int) -> None:
+        self.log.info(
+            "bank_loaded",
+            bank=header.name,
             rows=len(header.rows),
-        ),
-        incarnation=secrets.randbits(63),
-        pid=os.getpid(),
-        executor=Executor(kernel, arena, BankIndex(header.rows)),
-        reference=select_kernel(header.shape, "reference"),
-        fabric=fabric,
-        ring_thread=ring_thread,
-        connect=link,
-        notifier=notifier,
-        watchdog_us=watchdog_interval_us(environ, os.getpid()),
-        canary_period_us=CANARY_PERIOD_US,
-        clock_ns=clock_ns,
-        log=log,
-    )
+            arena_bytes=arena.records.nbytes,
+            pages=arena.pages,
+            load_us=load_us,
+        )

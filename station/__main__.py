@@ -118,7 +118,7 @@ async def _serve(
             host, port = listener.getsockname()[:2]
             notifier.notify(READY="1", STATUS=f"serving on {host}:{port}")
             log.info("station_serving", host=host, port=port, control=link.address)
-            await serve(build_chat(core, pod, token, log), listener, stop=stop)
+            await serve(build_chat(core, pod, token, stop, log), listener, stop=stop)
         finally:
             notifier.notify(STOPPING="1")
             guard.cancel()

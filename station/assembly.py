@@ -33,12 +33,14 @@ from station.http.app import build_app
 from station.http.chat import ChatParts
 from station.http.limits import EndpointLimits
 from station.http.metrics import HttpCounters
+from station.http.routing import RoutingParts
 from station.local_experts import ColdStore, LocalTier
 from station.membership import Membership
 from station.model.checkpoint import Checkpoint
 from station.model.network import K3Text
 from station.nodes import Nodes
 from station.places import Places
+from station.routing_tap import RoutingTap
 from station.tokenizer.vocabulary import Tokenizer
 
 PAUSE_S = 100e-6
@@ -71,6 +73,7 @@ class Core:
     fabric: ShmFabric
     places: Places
     ring: RingShape
+    tap: RoutingTap
 
 
 def build_core(config: StationConfig, log: FilteringBoundLogger) -> Core:
@@ -85,7 +88,7 @@ def build_core(config: StationConfig, log: FilteringBoundLogger) -> Core:
     torch.set_num_threads(config.torch_threads)
     model = K3Text.load(checkpoint, getattr(torch, config.dtype))
     local = {
-        place: LocalTier(kernel, shape, checkpoint, node.rows)
+        place: LocalTier(kernel, shape, checkpoint, node.bank_rows)
         for place, node in enumerate(placement.nodes)
         if node.tier == "hbm"
     }
@@ -105,6 +108,7 @@ def build_core(config: StationConfig, log: FilteringBoundLogger) -> Core:
         fabric=ShmFabric(spin_us=config.spin_us),
         places=Places(placement, local),
         ring=ring_shape(config, placement),
+        tap=RoutingTap(placement.shape),
     )
 
 
@@ -221,15 +225,20 @@ def build_pod(
         engine=engine,
         nodes=nodes,
         admission=Admission(config.limits),
+        tap=core.tap,
         now_us=now_us,
         log=log,
     )
 
 
 def build_chat(
-    core: Core, pod: Coordinator, token: str | None, log: FilteringBoundLogger
+    core: Core,
+    pod: Coordinator,
+    token: str | None,
+    stop: asyncio.Event,
+    log: FilteringBoundLogger,
 ) -> Starlette:
-    """The chat endpoint's application."""
+    """The chat endpoint's application; `stop` ends the streams that have no end of their own."""
     parts = ChatParts(
         backend=pod,
         tokenizer=core.tokenizer,
@@ -240,4 +249,11 @@ def build_chat(
         wall_clock_s=unix_s,
         clock_ns=time.monotonic_ns,
     )
-    return build_app(parts, token=token)
+    routing = RoutingParts(
+        tap=core.tap,
+        model_digest=core.checkpoint.digest,
+        shape=core.placement.shape,
+        stop=stop,
+        log=log,
+    )
+    return build_app(parts, token=token, routing=routing)

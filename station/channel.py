@@ -25,6 +25,7 @@ from shared.core.ring_layout import (
 from shared.io import ring
 from shared.io.fabric import FabricError, Region, RemoteRegion, Watch
 from station.deadline import HopCurve
+from station.hop_table import HopTable
 from station.ledger import Positions
 from station.slots import SlotTable
 
@@ -50,6 +51,7 @@ class NodeStats:
         self.queue_us = 0  # sum over answers, as the node reports it
         self.compute_us = 0
         self.hop = HopCurve()
+        self.hops = HopTable()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,7 @@ class Ticket:
     generation: int
     positions: Positions
     pairs: Pairs
+    tokens: int
     posted_us: int
 
     @property
@@ -77,6 +80,11 @@ class Answer(NamedTuple):
     status: npt.NDArray[np.uint8]
     queue_us: int
     compute_us: int
+
+    @property
+    def node_us(self) -> int:
+        """The node's own share of the hop."""
+        return self.queue_us + self.compute_us
 
 
 class NodeChannel:
@@ -135,7 +143,9 @@ class NodeChannel:
         if taken is None:
             return None
         slot, generation = taken
-        ticket = Ticket(number, self, slot, generation, positions, pairs, self._now_us())
+        ticket = Ticket(
+            number, self, slot, generation, positions, pairs, len(activations), self._now_us()
+        )
         payload = build_dispatch(pairs, activations)
         header = Header(
             layer=layer,
@@ -178,7 +188,10 @@ class NodeChannel:
             answer = self._read(ticket)
             if isinstance(answer, Answer):
                 self._slots.release(ticket.slot)
-                self.stats.hop.observe(self._now_us() - ticket.posted_us)
+                hop_us = self._now_us() - ticket.posted_us
+                self.stats.hop.observe(hop_us)
+                if ticket.tokens == 1:
+                    self.stats.hops.observe(len(ticket.pairs), hop_us, answer.node_us)
                 self.stats.answers += 1
                 self.stats.queue_us += answer.queue_us
                 self.stats.compute_us += answer.compute_us

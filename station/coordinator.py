@@ -23,6 +23,7 @@ from station.expert_path import ExpertPath
 from station.lane import Lane
 from station.model.network import K3Text
 from station.nodes import Nodes
+from station.routing_tap import RoutingTap
 
 JOIN_GRACE_US: Final = 60_000_000  # how long a started pod waits for its nodes to come
 STALL_US: Final = 10_000_000  # work without progress for this long is not alive
@@ -48,6 +49,7 @@ class Coordinator:
         engine: Engine,
         nodes: Nodes,
         admission: Admission,
+        tap: RoutingTap,
         now_us: Callable[[], int],
         log: FilteringBoundLogger,
     ) -> None:
@@ -61,6 +63,7 @@ class Coordinator:
         self._path = path
         self._engine = engine
         self._admission = admission
+        self._tap = tap
         self._slots = asyncio.Semaphore(admission.limits.active)
         self._now_us = now_us
         self._log = log
@@ -147,6 +150,7 @@ class Coordinator:
             emit=deliver,
             now_us=self._now_us,
             times=self.totals.times,
+            tap=self._tap,
         )
         log = self._log.bind(request=request.request_id)
         self.totals.requests += 1

@@ -89,12 +89,18 @@ class NodeReport:
 
 @dataclass(slots=True)
 class LayerTimes:
-    """Microseconds of one layer's expert path."""
+    """Microseconds of one layer's expert path.
+
+    `trip_us` is what the last answer's hop took beside the node's own share: both ways, wake-ups
+    and the Station's return from its wait.
+    """
 
     post_us: int = 0
     local_us: int = 0
     wait_us: int = 0
+    collect_us: int = 0
     cold_us: int = 0
+    trip_us: int = 0
 
 
 @dataclass(slots=True)
@@ -138,8 +144,10 @@ class ExpertPath:
             while run.tickets:
                 began_us = self.now_us()
                 yield Waiting(tuple(run.tickets), run.deadline_us)
-                work.times.wait_us += self.now_us() - began_us
+                came_us = self.now_us()
+                work.times.wait_us += came_us - began_us
                 run.collect()
+                work.times.collect_us += self.now_us() - came_us
                 run.settle_orphans()
         finally:
             # cancelled or failed: nobody waits for these any more
@@ -169,6 +177,7 @@ class _LayerRun:
         self._local: list[tuple[int, Positions]] = []
         self._blamed: set[NodeChannel] = set()
         self._top_k = work.ids.shape[1]
+        self._trips_us: list[int] = []
 
     def post(self) -> None:
         """Dispatch every pair that lives on a node; remember what is ours and what has no home."""
@@ -207,7 +216,8 @@ class _LayerRun:
 
     def collect(self) -> None:
         """Take what has come; give up on what is lost or too late."""
-        late = self.path.now_us() >= self.deadline_us
+        began_us = self.path.now_us()
+        late = began_us >= self.deadline_us
         for ticket in tuple(self.tickets):
             channel = ticket.channel
             is_open = self.path.places.is_open(channel)
@@ -217,11 +227,14 @@ class _LayerRun:
             # forgotten first: whatever happens next, its slot is not given back a second time
             self.tickets.remove(ticket)
             if has_rung:
-                self._take(ticket)
+                self._take(ticket, began_us)
             elif is_open:
                 self._give_up(ticket)
             else:
                 self.orphans.append(Orphans(channel.place, ticket.positions, Cause.NODE_LOST))
+        if self._trips_us:
+            # whoever answered earlier only waited for the last one
+            self.work.times.trip_us = min(self._trips_us)
 
     def settle_orphans(self) -> None:
         """Apply the policy to pairs whose home will not answer."""
@@ -269,13 +282,14 @@ class _LayerRun:
             if channel.is_silent:  # else what is in flight will tell
                 self._blame(channel)
 
-    def _take(self, ticket: Ticket) -> None:
+    def _take(self, ticket: Ticket, came_us: int) -> None:
         channel = ticket.channel
         answer = channel.take(ticket)
         if answer is None:
             self._blame(channel)
             self.orphans.append(Orphans(channel.place, ticket.positions, Cause.CORRUPT))
             return
+        self._trips_us.append(came_us - ticket.posted_us - answer.node_us)
         self._keep(ticket, answer)
         if channel.in_doubt:
             channel.in_doubt = False

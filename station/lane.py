@@ -21,6 +21,7 @@ from station.ledger import WorkKey
 from station.model.moe import combine
 from station.model.network import K3Text, MoeWork, Residual
 from station.model.state import SequenceState
+from station.routing_tap import RoutedPass, RoutingTap
 from station.sampling import sample, step_rng
 
 Walk: TypeAlias = Generator[Waiting | None, None, None]
@@ -36,7 +37,9 @@ class StepTimes:
     post_us: int = 0
     local_us: int = 0
     wait_us: int = 0
+    collect_us: int = 0
     cold_us: int = 0
+    trip_us: int = 0
     shared_us: int = 0
     combine_us: int = 0
 
@@ -46,7 +49,9 @@ class StepTimes:
         self.post_us += times.post_us
         self.local_us += times.local_us
         self.wait_us += times.wait_us
+        self.collect_us += times.collect_us
         self.cold_us += times.cold_us
+        self.trip_us += times.trip_us
         self.shared_us += shared_us
         self.combine_us += combine_us
 
@@ -62,9 +67,11 @@ class Lane:
     emit: Callable[[Token | Finished], None]
     now_us: Callable[[], int]
     times: StepTimes
+    tap: RoutingTap
     waiting: Waiting | None = None
     cold_rows: int = 0
     _step: int = 0
+    _position: int = 0
     walk: Walk = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,12 +104,18 @@ class Lane:
     ) -> Generator[Waiting | None, None, torch.Tensor | None]:
         began_us = self.now_us()
         residual = self.model.begin(torch.tensor(ids), state)
-        for layer in range(self.model.config.num_hidden_layers):
-            work = self.model.attend(layer, residual, state)
-            if work is not None:
-                yield from self._experts(residual, work, count=len(ids) == 1)
-            yield None
+        record = self.tap.open(self.request.request_id, self._position, len(ids))
+        try:
+            for layer in range(self.model.config.num_hidden_layers):
+                work = self.model.attend(layer, residual, state)
+                if work is not None:
+                    yield from self._experts(residual, work, record, count=len(ids) == 1)
+                yield None
+        finally:
+            if record is not None:
+                record.close()
         self._step += 1
+        self._position += len(ids)
         logits = self.model.logits(residual) if wants_logits else None
         if len(ids) == 1:
             self.times.steps += 1
@@ -110,7 +123,7 @@ class Lane:
         return logits
 
     def _experts(
-        self, residual: Residual, work: MoeWork, *, count: bool
+        self, residual: Residual, work: MoeWork, record: RoutedPass | None, *, count: bool
     ) -> Generator[Waiting, None, None]:
         shared: list[torch.Tensor] = []
         shared_us = 0
@@ -133,5 +146,7 @@ class Lane:
         routed = combine(values.view(tokens, top_k, -1), work.weights)
         self.model.finish(work.layer, residual, work, routed, shared[0])
         self.cold_rows += layer_work.cold_rows
+        if record is not None:
+            record.add(layer_work.ids)
         if count:
             self.times.add_layer(layer_work.times, shared_us, self.now_us() - began_us)

@@ -4,7 +4,8 @@ Theory. A node says Hello and gets an offer under a fresh epoch; when its canary
 granted and serves; heartbeats renew it; silence, a goodbye, a dead process or too many missed
 deadlines end it. An ended lease never revives: the node's next Hello gets a higher epoch. A second
 Hello of the process that serves ends its old lease first; one of another process of that name is
-refused until the first is gone.
+refused until the first is gone. What a node says before its Hello, while it loads its bank, is
+remembered for people only: it decides nothing, and is forgotten when the node falls silent.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Final, TypeAlias, assert_never
 
 from shared.core import lease as leases
 from shared.core.lease import Lease, LeaseState
+from shared.core.loading import Phase
 from shared.core.placement import Placement
-from shared.core.wire import PROTOCOL_VERSION, Hello
+from shared.core.wire import PROTOCOL_VERSION, Hello, Loading
 
 MISSES_TO_LOSE: Final = 3  # consecutive layers in which a node was the culprit
+LOADING_US_MAX: Final = 5_000_000  # a loading node says every second how far it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,21 @@ class HelloCame:
 
     hello: Hello
     now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingCame:
+    """A node says how far its bank is."""
+
+    loading: Loading
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingEnded:
+    """The connection over which a node reported its load is closed."""
+
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +98,15 @@ class TimePassed:
 
 
 Event: TypeAlias = (
-    HelloCame | CanaryJudged | HeartbeatCame | NodeEnded | LayerMissed | LayerServed | TimePassed
+    LoadingCame
+    | LoadingEnded
+    | HelloCame
+    | CanaryJudged
+    | HeartbeatCame
+    | NodeEnded
+    | LayerMissed
+    | LayerServed
+    | TimePassed
 )
 
 
@@ -130,6 +156,16 @@ class Fence:
 Action: TypeAlias = Offer | Grant | Acknowledge | Refuse | Fence
 
 
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How far a node was when it last said so."""
+
+    phase: Phase
+    done_bytes: int
+    total_bytes: int
+    came_us: int
+
+
 @dataclass(slots=True)
 class Membership:
     """Leases of all nodes of a placement (but not of the Station's own tier)."""
@@ -140,10 +176,17 @@ class Membership:
     leases: dict[str, Lease] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
     holders: dict[str, int] = field(default_factory=dict)  # node -> incarnation that was offered
+    loads: dict[str, LoadReport] = field(default_factory=dict)
 
     def apply(self, event: Event) -> list[Action]:
         """Move the state and return what the shell must do, in order."""
         match event:
+            case LoadingCame(loading=loading, now_us=now_us):
+                self._loading(loading, now_us)
+                return []
+            case LoadingEnded(node=node):
+                self.loads.pop(node, None)
+                return []
             case HelloCame(hello=hello, now_us=now_us):
                 return self._hello(hello, now_us)
             case CanaryJudged(node=node, epoch=epoch, right=right, now_us=now_us):
@@ -163,6 +206,17 @@ class Membership:
             case _:
                 assert_never(event)
 
+    def _loading(self, loading: Loading, now_us: int) -> None:
+        """Remember it, unless nobody waits for the node or it holds a lease already."""
+        node = loading.sender
+        current = self.leases.get(node)
+        is_held = current is not None and current.state is not LeaseState.LOST
+        if is_held or node not in (placed.name for placed in self.placement.nodes):
+            return
+        self.loads[node] = LoadReport(
+            loading.phase, loading.done_bytes, loading.total_bytes, now_us
+        )
+
     def _hello(self, hello: Hello, now_us: int) -> list[Action]:
         refusal = self._refusal(hello)
         if refusal is not None:
@@ -174,6 +228,7 @@ class Membership:
             if self.holders.get(node) != hello.incarnation:
                 return [self._taken(node, current)]
             actions += self._end(node, current.epoch, "the node started again")
+        self.loads.pop(node, None)
         self.holders[node] = hello.incarnation
         self.last_epoch += 1
         self.leases[node] = Lease.offer(node, self.last_epoch, now_us)
@@ -205,7 +260,7 @@ class Membership:
             )
         if placed is None:
             return refuse("placement_invalid", f"the placement has no node {hello.sender!r}")
-        if placed.tier == "hbm" or not placed.rows:
+        if placed.tier == "hbm" or not placed.bank_rows:
             return refuse(
                 "placement_invalid",
                 f"the placement gives node {hello.sender} no experts that a node could serve",
@@ -221,7 +276,7 @@ class Membership:
                 f"bank {bank.name} was built from model {bank.model_digest[:16]}, the Station "
                 f"serves {self.placement.model_digest[:16]}: build the bank again",
             )
-        if bank.placement_digest != self.placement.digest or bank.rows != len(placed.rows):
+        if bank.placement_digest != self.placement.digest or bank.rows != len(placed.bank_rows):
             return refuse(
                 "digest_mismatch",
                 f"bank {bank.name} was built for placement {bank.placement_digest[:16]}, the "
@@ -272,6 +327,9 @@ class Membership:
 
     def _tick(self, now_us: int) -> list[Action]:
         actions: list[Action] = []
+        for node, load in list(self.loads.items()):
+            if now_us - load.came_us > LOADING_US_MAX:
+                del self.loads[node]
         for node, lease in list(self.leases.items()):
             after = lease.apply(leases.Ticked(now_us))
             if after is not lease:

@@ -30,6 +30,7 @@ from shared.core.wire import (
     LeaseGranted,
     LeaseOffer,
     LeaseRevoked,
+    Loading,
     NodeCounters,
     RegionDescriptor,
     ToNode,
@@ -54,6 +55,8 @@ from station.membership import (
     HelloCame,
     LayerMissed,
     LayerServed,
+    LoadingCame,
+    LoadingEnded,
     Membership,
     NodeEnded,
     Offer,
@@ -105,6 +108,7 @@ class Nodes:
         """No node is known yet."""
         self._pending: dict[str, _Pending] = {}
         self._peers: dict[str, Peer] = {}
+        self._loaders: dict[str, Peer] = {}  # over which a node reported its load last
         self._impostors: set[str] = set()
         self._unjudged: dict[str, LeaseAccepted] = {}  # the latest of each node
         self._has_unjudged = asyncio.Event()
@@ -130,7 +134,7 @@ class Nodes:
         return [
             placed.name
             for place, placed in enumerate(self.membership.placement.nodes)
-            if placed.rows
+            if placed.bank_rows
             and place not in self.places.local
             and (
                 (lease := leases_of.get(placed.name)) is None
@@ -148,6 +152,11 @@ class Nodes:
             peer, message = await self.link.receive()
             if message.sender != peer.name:
                 self._note_impostor(peer, message.sender)
+                continue
+            if isinstance(message, Loading):
+                # not an entry in _peers: answers go to the process that asked for a lease
+                self._loaders[peer.name] = peer
+                self._apply(LoadingCame(message, self.now_us()))
                 continue
             self._peers[peer.name] = peer
             match message:
@@ -183,6 +192,9 @@ class Nodes:
     async def _departures(self) -> None:
         while True:
             peer = await self.link.departed()
+            if self._loaders.get(peer.name) == peer:
+                del self._loaders[peer.name]
+                self._apply(LoadingEnded(peer.name))
             pending = self._pending.get(peer.name)
             if pending is not None and pending.peer == peer:
                 self._apply(NodeEnded(peer.name, pending.epoch, "its connection closed"))
@@ -267,7 +279,7 @@ class Nodes:
         return self.fabric.connect(ring)
 
     def _canary_row(self, node: str, pending: _Pending) -> npt.NDArray[np.uint16]:
-        layer, expert = self.membership.placement.node(node).rows[pending.bank_row]
+        layer, expert = self.membership.placement.node(node).bank_rows[pending.bank_row]
         record = self.source.expert_record(layer, expert)
         layout = RecordLayout(self.membership.placement.shape.expert)
         arena = np.zeros((1, layout.stride_bytes), np.uint8)

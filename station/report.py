@@ -13,6 +13,7 @@ from station.admission import Admission
 from station.backend import Metric, Sample
 from station.channel import NodeStats
 from station.lane import StepTimes
+from station.membership import LoadReport
 from station.nodes import Nodes
 
 
@@ -96,7 +97,9 @@ def decode_times(times: StepTimes) -> dict[str, float | int]:
         "local_experts_us": round(times.local_us / layers, 1),
         "shared_experts_us": round(times.shared_us / layers, 1),
         "combine_us": round(times.combine_us / layers, 1),
+        "collect_us": round(times.collect_us / layers, 1),
         "cold_us": round(times.cold_us / layers, 1),
+        "trip_us": round(times.trip_us / layers, 1),
     }
 
 
@@ -106,17 +109,20 @@ def _node(pod: ReportedPod, place: int) -> dict[str, object]:
     stats = places.stats[place]
     counters = pod.nodes.counters.get(placed.name)
     lease = pod.nodes.membership.leases.get(placed.name)
+    load = pod.nodes.membership.loads.get(placed.name)
+    epoch = 0 if lease is None else lease.epoch
     if place in places.local:
-        state, epoch = "local", 0
-    elif lease is None:
-        state, epoch = "absent", 0
+        state = "local"
+    elif load is not None:
+        state = load.phase
     else:
-        state, epoch = lease.state.value, lease.epoch
+        state = "absent" if lease is None else lease.state.value
     return {
         "name": placed.name,
         "tier": placed.tier,
         "state": state,
         "epoch": epoch,
+        "loading": None if load is None else _load(load),
         "experts": len(placed.rows),
         "rows": stats.rows,
         "dispatches": stats.dispatches,
@@ -131,8 +137,13 @@ def _node(pod: ReportedPod, place: int) -> dict[str, object]:
         "hop_us": {"p50": stats.hop.p50_us, "p99": stats.hop.p99_us},
         "queue_us_mean": _mean(stats.queue_us, stats.answers),
         "compute_us_mean": _mean(stats.compute_us, stats.answers),
+        "hops": stats.hops.points(),
         "reported": None if counters is None else msgspec.structs.asdict(counters),
     }
+
+
+def _load(load: LoadReport) -> dict[str, int]:
+    return {"done_bytes": load.done_bytes, "total_bytes": load.total_bytes}
 
 
 def metrics(pod: ReportedPod) -> Sequence[Metric]:

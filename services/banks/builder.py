@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from services.banks.plan import PRODUCER, draft_header
+from services.banks.plan import PRODUCER, LayoutChoice, draft_header
 from services.banks.records import Notice, Progress, RecordMaker, Watch, make_records
 from services.banks.source import ExpertSource
 from shared.core.bank_header import BankHeader, encode
@@ -38,6 +38,7 @@ def build(
     path: Path,
     progress: Progress | None = None,
     *,
+    layout: LayoutChoice = "auto",
     replace: bool = False,
     producer: str = PRODUCER,
     keep_partial: bool = False,
@@ -45,7 +46,7 @@ def build(
     notice: Notice | None = None,
     stall_s: float = STALL_S,
 ) -> BankHeader:
-    """Write the bank of `node` to `path` (NAME.k3bank); returns its header.
+    """Write the bank of `node` to `path` (NAME.k3bank) in `layout`; returns its header.
 
     Equal inputs give equal files. Nothing appears under `path` unless everything succeeded, and an
     existing file stays untouched unless `replace`. What a killed build left beside `path` is
@@ -53,7 +54,7 @@ def build(
     Raises DigestMismatch, PlacementError, CheckpointError or BankError.
     """
     name = _bank_name(path)
-    draft = draft_header(name, placement, placement.node(node), producer)
+    draft = draft_header(name, placement, placement.node(node), producer, layout)
     _refuse_other_model(checkpoint, placement)
     watch = Watch(progress or _no_progress, notice or _no_notice, stall_s)
     kept = False

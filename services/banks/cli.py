@@ -10,21 +10,23 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 import click
 import msgspec
 
 from services.banks.builder import SUFFIX, build
 from services.banks.listing import BankEntry, list_banks
-from services.banks.plan import BankPlan, bank_plan, plain_split
+from services.banks.plan import BankPlan, LayoutChoice, bank_plan, plain_split
 from services.banks.progress import shown_progress
+from services.banks.staging_cli import record_command, stage_command
 from services.banks.target import choose_target
 from services.banks.verify import verify_against
 from shared.core import placement as placements
 from shared.core.bank_header import BankHeader
 from shared.core.errors import BankError, PlacementError
 from shared.core.placement import Placement
+from shared.core.record import RecordOrder
 from shared.core.shape import K3, ModelShape
 from shared.io.bank_file import BankFile, RecordFault, blake3_digest, verify
 
@@ -47,6 +49,20 @@ def bank() -> None:
 
     Exit status: 0 right, 1 failed, 2 wrong usage, 78 damaged or unsuitable file.
     """
+
+
+_layout_option: Final = click.option(
+    "--layout",
+    type=click.Choice(["auto", *get_args(RecordOrder)]),
+    default="auto",
+    show_default=True,
+    help="Order of the bytes in a record: auto is row-major for GPUs and, where the experts' sizes "
+    "allow it, interleaved-4 for the CPU of a grace node.",
+)
+
+
+bank.add_command(stage_command)
+bank.add_command(record_command)
 
 
 def _split_options(command: Callable[..., object]) -> Callable[..., object]:
@@ -73,6 +89,7 @@ def _split_options(command: Callable[..., object]) -> Callable[..., object]:
 
 @bank.command(name="plan")
 @_split_options
+@_layout_option
 @click.option(
     "--shape",
     type=click.Choice(list(_SHAPES)),
@@ -87,6 +104,7 @@ def plan_command(
     placement: Path | None,
     split: str | None,
     sparks: int,
+    layout: LayoutChoice,
     shape: str,
     node: str | None,
     as_json: bool,
@@ -96,8 +114,9 @@ def plan_command(
     Example: k3 bank plan --split plain --sparks 8 --shape k3
     """
     found = _placement(placement, split, sparks, digest="0" * 64, shape=_SHAPES[shape])
-    nodes = [found.node(node)] if node else [n for n in found.nodes if n.tier != "hbm" and n.rows]
-    plans = [bank_plan(found, placed, hasher=blake3_digest) for placed in nodes]
+    served = [n for n in found.nodes if n.tier != "hbm" and n.bank_rows]
+    nodes = [found.node(node)] if node else served
+    plans = [bank_plan(found, placed, hasher=blake3_digest, layout=layout) for placed in nodes]
     total = sum(plan.payload_bytes for plan in plans)
     if as_json:
         banks = msgspec.to_builtins(plans)
@@ -110,6 +129,7 @@ def plan_command(
 @bank.command(name="build")
 @click.option("--checkpoint", type=_FILE, required=True, help="Folder of the model checkpoint.")
 @_split_options
+@_layout_option
 @click.option("--node", required=True, help="Node of the placement whose experts to take.")
 @click.option("--out", type=_FILE, help="File to write: NAME.k3bank.")
 @click.option(
@@ -127,6 +147,7 @@ def build_command(
     placement: Path | None,
     split: str | None,
     sparks: int,
+    layout: LayoutChoice,
     node: str,
     out: Path | None,
     folders: tuple[Path, ...],
@@ -150,7 +171,7 @@ def build_command(
         if found is None:
             shape = source.config.shape
             found = _placement(None, split, sparks, digest=source.digest, shape=shape)
-        size = bank_plan(found, found.node(node), hasher=blake3_digest)
+        size = bank_plan(found, found.node(node), hasher=blake3_digest, layout=layout)
         path = out or choose_target(folders, node + SUFFIX, size.file_bytes, replace=replace)
         display = stack.enter_context(shown_progress(f"bank {node}", size.record_bytes))
         try:
@@ -160,6 +181,7 @@ def build_command(
                 node,
                 path,
                 display.progress,
+                layout=layout,
                 replace=replace,
                 keep_partial=True,
                 notice=display.notice,
@@ -265,11 +287,12 @@ def _read_placement(path: Path, split: str | None) -> Placement:
 
 
 def _plan_lines(plans: list[BankPlan], total: int) -> Iterator[str]:
-    yield f"{'node':12} {'experts':>9} {'layers':>6} {'GiB':>9} {'file bytes':>17} {'reads':>9}"
+    titles = f"{'node':12} {'experts':>9} {'layers':>6} {'GiB':>9} {'file bytes':>17}"
+    yield f"{titles} {'reads':>9}  layout"
     for plan in plans:
         yield (
             f"{plan.node:12} {plan.experts:9,} {plan.layers:6} {plan.payload_bytes / 2**30:9.3f} "
-            f"{plan.file_bytes:17,} {plan.reads:9,}"
+            f"{plan.file_bytes:17,} {plan.reads:9,}  {plan.layout}"
         )
     experts = sum(plan.experts for plan in plans)
     yield f"{len(plans)} banks: {experts:,} experts, {total:,} bytes ({total / 1e9:.1f} GB)"
@@ -279,7 +302,10 @@ def _listed(entry: BankEntry) -> str:
     size = f"{entry.path}: {entry.file_bytes / 1e6:.1f} MB"
     match entry.state:
         case "whole":
-            return f"{size}, {entry.records} records for node {entry.node}, digest {entry.digest}"
+            return (
+                f"{size}, {entry.records} {entry.layout} records for node {entry.node}, "
+                f"digest {entry.digest}"
+            )
         case "unfinished":
             return f"{size}, unfinished, {entry.records} records: {entry.problem}"
         case "damaged":
@@ -314,5 +340,5 @@ def _summary(header: BankHeader) -> str:
     size = len(header.rows) * layout.stride_bytes
     return (
         f"{len(header.rows)} experts of {layout.record_bytes} bytes for node {header.node} "
-        f"({size / 1e6:.1f} MB)"
+        f"({size / 1e6:.1f} MB, {header.layout})"
     )

@@ -27,6 +27,7 @@ class BankEntry(msgspec.Struct, frozen=True, kw_only=True):
     records: int | None = None
     node: str | None = None
     tier: str | None = None
+    layout: str | None = None
     model_digest: str | None = None
     placement_digest: str | None = None
     digest: str | None = None
@@ -64,6 +65,7 @@ def _finished(path: Path) -> BankEntry:
                 records=bank.rows,
                 node=header.node,
                 tier=header.tier,
+                layout=header.layout,
                 model_digest=header.model_digest,
                 placement_digest=header.placement_digest,
                 digest=bank.digest,

@@ -1,20 +1,21 @@
 """What a bank will hold and cost, known before a byte is read. Pure.
 
-Owns the plain split of the original plan, the header without hashes and the figures of a dry run.
-Must not know files.
+Owns the plain split of the original plan, the record order of each node kind, the header without
+hashes and the figures of a dry run. Must not know files.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from shared.core import placement as placements
 from shared.core.bank_header import FORMAT_VERSION, BankHeader, Hasher, encode
-from shared.core.errors import PlacementError
-from shared.core.placement import PlacedNode, Placement, check
-from shared.core.record import RecordLayout
-from shared.core.shape import ModelShape
+from shared.core.errors import BankError, PlacementError
+from shared.core.placement import PlacedNode, Placement, Tier, check
+from shared.core.record import RecordLayout, RecordOrder, can_interleave
+from shared.core.shape import ExpertShape, ModelShape
 
 PLAIN_BUDGET_BYTES: Final = 100 * 2**30  # of one Spark's 121.69 GiB
 # the release stores a shard's tensors by dtype, then by name: an expert's six scalars, its three
@@ -22,6 +23,18 @@ PLAIN_BUDGET_BYTES: Final = 100 * 2**30  # of one Spark's 121.69 GiB
 READS_PER_EXPERT: Final = 3
 PRODUCER: Final = "k3-pod"
 _REST: Final = "hbm"
+
+LayoutChoice: TypeAlias = Literal["auto"] | RecordOrder
+
+# The order that the usual kernel of a node kind reads fastest. A GPU kernel gives each warp whole
+# rows of the release's tensors; the CPU kernel reads four rows as one stream, because four streams
+# cost half the memory bandwidth.
+ORDER_OF_TIER: Final[dict[Tier, RecordOrder]] = {
+    "hbm": "row-major",
+    "rtx": "row-major",
+    "spark": "row-major",
+    "grace": "interleaved-4",
+}
 
 
 class BankPlan(msgspec.Struct, frozen=True):
@@ -35,6 +48,7 @@ class BankPlan(msgspec.Struct, frozen=True):
     payload_bytes: int
     file_bytes: int
     reads: int
+    layout: str
 
 
 def plain_split(
@@ -64,15 +78,42 @@ def plain_split(
         rest = rows(sparks * each, shape.experts)
         nodes.insert(0, PlacedNode(name=_REST, tier="hbm", rows=rest))
     placement = Placement(
-        version=1, model_digest=model_digest, shape=shape, policy="plain", nodes=tuple(nodes)
+        version=placements.FORMAT_VERSION,
+        model_digest=model_digest,
+        shape=shape,
+        policy="plain",
+        nodes=tuple(nodes),
     )
     check(placement)
     return placement
 
 
-def draft_header(name: str, placement: Placement, placed: PlacedNode, producer: str) -> BankHeader:
-    """The header with hashes still to come; its encoding has the final length."""
-    count = len(placed.rows)
+def record_order(layout: LayoutChoice, tier: Tier, shape: ExpertShape) -> RecordOrder:
+    """The order of a bank's records: as asked, or with "auto" the one of its node's kind.
+
+    "auto" falls back to row-major for shapes that cannot be interleaved; BankError where such an
+    order was asked for by name.
+    """
+    if layout == "auto":
+        return ORDER_OF_TIER[tier] if can_interleave(shape) else "row-major"
+    try:
+        return RecordLayout(shape, layout).order
+    except ValueError as error:
+        raise BankError(f"--layout {layout}: {error}, or auto") from error
+
+
+def draft_header(
+    name: str,
+    placement: Placement,
+    placed: PlacedNode,
+    producer: str,
+    layout: LayoutChoice = "auto",
+) -> BankHeader:
+    """The header with hashes still to come; its encoding has the final length.
+
+    PlacementError when the node has no experts, BankError when they cannot have that layout.
+    """
+    count = len(placed.bank_rows)
     if not count:
         raise PlacementError(f"placement gives node {placed.name} no experts: it needs no bank")
     return BankHeader(
@@ -83,8 +124,8 @@ def draft_header(name: str, placement: Placement, placed: PlacedNode, producer: 
         model_digest=placement.model_digest,
         placement_digest=placement.digest,
         shape=placement.shape.expert,
-        layout="row-major",
-        rows=placed.rows,
+        layout=record_order(layout, placed.tier, placement.shape.expert),
+        rows=placed.bank_rows,
         record_hashes=("0" * 64,) * count,
         source_hashes=("0" * 64,) * count,
         tensor_checks=("0" * 96,) * count,
@@ -92,18 +133,21 @@ def draft_header(name: str, placement: Placement, placed: PlacedNode, producer: 
     )
 
 
-def bank_plan(placement: Placement, placed: PlacedNode, *, hasher: Hasher) -> BankPlan:
-    """Figures of one node's bank, to the byte; PlacementError when it has no experts."""
-    header = draft_header(placed.name, placement, placed, PRODUCER)  # sizes need no hashes
-    layout = header.record_layout
-    count = len(placed.rows)
+def bank_plan(
+    placement: Placement, placed: PlacedNode, *, hasher: Hasher, layout: LayoutChoice = "auto"
+) -> BankPlan:
+    """Figures of one node's bank, to the byte; PlacementError and BankError as `draft_header`."""
+    header = draft_header(placed.name, placement, placed, PRODUCER, layout)  # needs no hashes
+    record = header.record_layout
+    count = len(placed.bank_rows)
     return BankPlan(
         node=placed.name,
         tier=placed.tier,
         experts=count,
-        layers=len({layer for layer, _ in placed.rows}),
-        record_bytes=layout.record_bytes,
-        payload_bytes=count * layout.record_bytes,
-        file_bytes=len(encode(header, hasher=hasher)) + count * layout.stride_bytes,
+        layers=len({layer for layer, _ in placed.bank_rows}),
+        record_bytes=record.record_bytes,
+        payload_bytes=count * record.record_bytes,
+        file_bytes=len(encode(header, hasher=hasher)) + count * record.stride_bytes,
         reads=count * READS_PER_EXPERT,
+        layout=header.layout,
     )

@@ -37,6 +37,26 @@ def shown_progress(title: str, record_bytes: int) -> Iterator[Display]:
         yield Display(_log(title, record_bytes), lambda line: click.echo(line, err=True))
 
 
+@contextmanager
+def shown_bytes(title: str) -> Iterator[Display]:
+    """The same for work whose progress is told in bytes."""
+    if sys.stderr.isatty():
+        with _bar(title, 1) as display:
+            yield display
+    else:
+        yield Display(_log(title, None), lambda line: click.echo(line, err=True))
+
+
+def byte_line(title: str, *, done: int, total: int, elapsed_s: float) -> str:
+    """One line for a log: bytes, rate and time left."""
+    rate = done / elapsed_s
+    left_s = (total - done) / rate
+    return (
+        f"{title}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, "
+        f"{left_s:.0f} s left"
+    )
+
+
 def progress_line(title: str, record_bytes: int, *, done: int, total: int, elapsed_s: float) -> str:
     """One line for a log: records, bytes, rate and time left."""
     rate = done * record_bytes / elapsed_s
@@ -47,7 +67,8 @@ def progress_line(title: str, record_bytes: int, *, done: int, total: int, elaps
     )
 
 
-def _log(title: str, record_bytes: int) -> Progress:
+def _log(title: str, record_bytes: int | None) -> Progress:
+    """A line every _LOG_EVERY_S; without `record_bytes` progress is in bytes."""
     begun = last = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -55,7 +76,13 @@ def _log(title: str, record_bytes: int) -> Progress:
         now = time.monotonic()
         if now - last >= _LOG_EVERY_S:
             last = now
-            line = progress_line(title, record_bytes, done=done, total=total, elapsed_s=now - begun)
+            elapsed_s = now - begun
+            if record_bytes is None:
+                line = byte_line(title, done=done, total=total, elapsed_s=elapsed_s)
+            else:
+                line = progress_line(
+                    title, record_bytes, done=done, total=total, elapsed_s=elapsed_s
+                )
             click.echo(line, err=True)
 
     return progress

@@ -1,7 +1,8 @@
-"""The records of one bank, made by several threads: read, checked, hashed, written, noted.
+"""The records of one bank, made by several threads: read, checked, ordered, hashed, written, noted.
 
-Owns the threads, their buffers and the report of a stall. Memory is one record per thread, however
-large the bank. Must not know how a file begins or gets its name.
+Owns the threads, their buffers and the report of a stall. Memory is one record per thread, two when
+the bank's records are not in the checkpoint's order, however large the bank. Must not know how a
+file begins or gets its name.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from services.banks.source import ExpertSource, read_record
 from shared.core.bank_header import BankHeader
 from shared.core.placement import ExpertKey
+from shared.core.record_order import reorder
 from shared.io.bank_file import blake3_digest, tensor_checks
 from shared.io.partial_file import PartialFile
 from shared.io.record_journal import Finished, Journal
@@ -36,6 +40,14 @@ class Watch:
     progress: Progress
     notice: Notice
     stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What one thread works in: the block to write, and where to read when the order changes."""
+
+    block: mmap.mmap
+    source: mmap.mmap | None
 
 
 class RecordMaker:
@@ -58,9 +70,10 @@ class RecordMaker:
         self._partial = partial
         self._journal = journal
         self._start = start
-        self._buffers: queue.Queue[mmap.mmap] = queue.Queue(buffers)
+        self._buffers: queue.Queue[_Buffers] = queue.Queue(buffers)
+        size, reordered = self._layout.stride_bytes, self._layout != source.layout
         for _ in range(buffers):
-            self._buffers.put(_buffer(self._layout.stride_bytes))
+            self._buffers.put(_Buffers(_buffer(size), _buffer(size) if reordered else None))
         self._doing: dict[int, tuple[str, int]] = {}  # row: (what, since when in ns)
         self._lock = threading.Lock()
         self._cached: list[ExpertKey] = []  # read, and still in the page cache
@@ -69,13 +82,13 @@ class RecordMaker:
 
     def make(self, row: int) -> Finished:
         """The record of `row` in its place, and its hashes; one that is there already is kept."""
-        buffer = self._buffers.get()
+        buffers = self._buffers.get()
         try:
-            with memoryview(buffer) as block:
-                return self._kept(row, block) or self._made(row, block)
+            with memoryview(buffers.block) as block:
+                return self._kept(row, block) or self._made(row, block, buffers.source)
         finally:
             self._doing.pop(row, None)
-            self._buffers.put(buffer)
+            self._buffers.put(buffers)
 
     def reading_order(self) -> list[int]:
         """All rows as their experts lie on disk: read forwards, the cache dropped behind."""
@@ -112,16 +125,15 @@ class RecordMaker:
             return entry
         return None
 
-    def _made(self, row: int, block: memoryview) -> Finished:
+    def _made(self, row: int, block: memoryview, source: mmap.mmap | None) -> Finished:
         layer, expert = self._rows[row]
         record = block[: self._layout.record_bytes]
         self._doing[row] = ("reading", time.monotonic_ns())
-        read_record(self._source, layer, expert, record)
-        record_hash = blake3_digest(record)
+        source_hash = self._read(layer, expert, record, source)
         entry = Finished(
             row=row,
-            record_hash=record_hash.hex(),
-            source_hash=(self._source.stored_hash(layer, expert) or record_hash).hex(),
+            record_hash=(record_hash := blake3_digest(record)).hex(),
+            source_hash=(source_hash or record_hash).hex(),
             tensor_checks=tensor_checks(self._layout, record),
         )
         self._doing[row] = ("writing", time.monotonic_ns())
@@ -134,6 +146,24 @@ class RecordMaker:
                 self._cached = []
         self._source.release(behind)
         return entry
+
+    def _read(
+        self, layer: int, expert: int, record: memoryview, source: mmap.mmap | None
+    ) -> bytes | None:
+        """Fill `record` in the bank's order; its source hash, None when it is the record's own."""
+        if source is None:
+            read_record(self._source, layer, expert, record)
+            return self._source.stored_hash(layer, expert)
+        with memoryview(source) as whole:
+            stored = whole[: len(record)]
+            read_record(self._source, layer, expert, stored)
+            reorder(
+                np.frombuffer(stored, np.uint8),
+                self._source.layout,
+                np.frombuffer(record, np.uint8),
+                self._layout,
+            )
+            return self._source.stored_hash(layer, expert) or blake3_digest(stored)
 
     def _offset(self, row: int) -> int:
         return self._start + row * self._layout.stride_bytes

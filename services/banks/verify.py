@@ -1,6 +1,7 @@
 """A bank against the checkpoint it was made from: every difference by layer, expert and tensor.
 
-Owns the comparison and the verdict which of the two changed. Must not know how banks are made.
+Owns the comparison and the verdict which of the two changed. Whatever the order of a bank's
+records, bytes are named as the checkpoint's tensors have them. Must not know how banks are made.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from services.banks.source import ExpertSource, read_source
 from shared.core.errors import DigestMismatch
+from shared.core.record_order import reorder
 from shared.io.bank_file import BankFile, FaultKind, RecordFault, blake3_digest, find_fault
 
 
@@ -20,20 +22,24 @@ def verify_against(
 ) -> Iterator[tuple[int, RecordFault | None]]:
     """Compare every record with the bank's hashes and, byte by byte, with the checkpoint.
 
-    Yields (row, its fault or None) in row order, in the memory of two records. DigestMismatch when
-    the checkpoint is another model.
+    Yields (row, its fault or None) in row order, in the memory of three records. DigestMismatch
+    when the checkpoint is another model.
     """
     if bank.header.model_digest != source.digest:
         raise DigestMismatch(
             f"{bank.path}: made from model {bank.header.model_digest}, the checkpoint is "
             f"{source.digest}: name the checkpoint it was made from, or build it again"
         )
-    ours = np.empty(bank.layout.record_bytes, np.uint8)
-    theirs = np.empty_like(ours)
+    record = np.empty(bank.layout.record_bytes, np.uint8)
+    theirs = np.empty_like(record)
+    ours = record if bank.layout == source.layout else np.empty_like(record)
     for row, (layer, expert) in enumerate(bank.header.rows):
-        bank.read_into(row, ours.data)
+        bank.read_into(row, record.data)
+        own = find_fault(bank, row, record)
+        if ours is not record:
+            reorder(record, bank.layout, ours, source.layout)
         read_source(source, layer, expert, theirs.data)
-        yield row, _fault(bank, source, row, ours, theirs)
+        yield row, _fault(bank, source, row, own, ours, theirs)
         source.release([(layer, expert)])
 
 
@@ -41,10 +47,11 @@ def _fault(
     bank: BankFile,
     source: ExpertSource,
     row: int,
+    own: RecordFault | None,
     ours: npt.NDArray[np.uint8],
     theirs: npt.NDArray[np.uint8],
 ) -> RecordFault | None:
-    own = find_fault(bank, row, ours)
+    """The verdict on a record, in the checkpoint's order, whose own hash says `own`."""
     if own is None and np.array_equal(ours, theirs):
         return None
     layer, expert = bank.header.rows[row]

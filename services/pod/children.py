@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.pod.layout import STATION, PodLayout
+from services.pod.layout import BANK_SERVICE, STATION, PodLayout
 from shared.core.placement import Tier
 from shared.io.process import PARENT_VARIABLE
 
@@ -29,7 +29,7 @@ class Child:
 
 
 def children_of(layout: PodLayout) -> tuple[Child, ...]:
-    """The Station and every node, in start order."""
+    """The Station, every node and the bank service, in start order."""
     python = (sys.executable, "-m")
     station = Child(
         STATION, (*python, "station", "--config", str(layout.paths.station_config)), True
@@ -42,7 +42,12 @@ def children_of(layout: PodLayout) -> tuple[Child, ...]:
         )
         for node in layout.nodes
     )
-    return (station, *nodes)
+    banks = Child(
+        BANK_SERVICE,
+        (*python, "services.bank_service", "--config", str(layout.paths.banks_config)),
+        False,
+    )
+    return (station, *nodes, banks)
 
 
 def environment(environ: Mapping[str, str], *, parent_pid: int) -> dict[str, str]:

@@ -185,7 +185,7 @@ def init(
     checkpoint must be readable for it.
     """
     from services.pod.checkpoint import prepare_from
-    from services.pod.layout import PodPaths, unit_of
+    from services.pod.layout import BANK_SERVICE_UNIT, PodPaths, unit_of
     from services.pod.prepare import PodPlan
 
     plan = PodPlan(
@@ -201,7 +201,7 @@ def init(
     layout = prepare_from(
         PodPaths.system(root.resolve()), plan, say=lambda line: click.echo(f"k3: {line}", err=True)
     )
-    units = ["k3-pod.target", "k3-station.service"]
+    units = ["k3-pod.target", "k3-station.service", BANK_SERVICE_UNIT]
     units += [unit_of(node.name, node.tier) for node in layout.nodes]
     click.echo(f"settings in {layout.paths.config}, banks in {layout.paths.banks}")
     click.echo(f"next: systemctl enable {' '.join(units)} && systemctl start k3-pod.target")

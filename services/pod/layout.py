@@ -15,6 +15,8 @@ from shared.core.placement import Tier
 
 MODEL_NAME: Final = "k3-demo"
 STATION: Final = "station"
+BANK_SERVICE: Final = "banks"
+BANK_SERVICE_UNIT: Final = "k3-banks.service"
 SPARKS_MAX: Final = 16
 LOCAL_TIER: Final = "hbm"  # the Station computes it itself: no bank, no process
 _WEIGHTS: Final[Mapping[Tier, float]] = {"hbm": 2, "grace": 2, "rtx": 1, "spark": 1}
@@ -81,6 +83,11 @@ class PodPaths:
     def station_config(self) -> Path:
         """The Station's settings file."""
         return self.config / "station.toml"
+
+    @property
+    def banks_config(self) -> Path:
+        """The bank service's settings file."""
+        return self.config / f"{BANK_SERVICE}.toml"
 
     def node_config(self, name: str, tier: Tier) -> Path:
         """A node's settings file."""

@@ -15,10 +15,20 @@ from services.banks.builder import build
 from services.banks.source import ExpertSource
 from services.pod import toml
 from services.pod.files import write_atomic
-from services.pod.layout import LOCAL_TIER, STATION, PodLayout, PodNode, PodPaths, nodes_of, unit_of
+from services.pod.layout import (
+    BANK_SERVICE_UNIT,
+    LOCAL_TIER,
+    STATION,
+    PodLayout,
+    PodNode,
+    PodPaths,
+    nodes_of,
+    unit_of,
+)
 from shared.core import placement as placements
 from shared.core.errors import BankError, ConfigError, KeyRefused, PlacementError
 from shared.core.placement import PlacedNode, Placement, Tier
+from shared.core.record import RecordOrder, can_interleave
 from shared.core.shape import ModelShape
 from shared.io import keys
 from shared.io.bank_file import BankFile
@@ -34,6 +44,7 @@ class PodPlan:
     sparks: int
     http_port: int
     control_port: int
+    banks_port: int = 8382
     model_name: str
     policy: str = "balanced"
     on_miss: Literal["exact", "fail"] = "exact"
@@ -62,6 +73,8 @@ def prepare(
     write_atomic(paths.placement, placements.encode(placement))
     station = _station_settings(paths, plan)
     write_atomic(paths.station_config, toml.dumps(station, title=_TITLE).encode())
+    banks = _bank_service_settings(paths, plan)
+    write_atomic(paths.banks_config, toml.dumps(banks, title=_TITLE).encode())
     nodes = []
     for node in remote:
         config = paths.node_config(node.name, node.tier)
@@ -89,7 +102,7 @@ def place(policy: str, model_digest: str, shape: ModelShape, sparks: int) -> Pla
                 f"placement policy {policy!r} is unknown: use balanced, contiguous or shuffled:SEED"
             )
     for node in placement.nodes:
-        if not node.rows:
+        if not node.bank_rows:
             raise PlacementError(
                 f"policy {policy} leaves node {node.name} without experts: use fewer Sparks"
             )
@@ -137,17 +150,21 @@ def _write_bank(
     node: PlacedNode,
     say: Callable[[str], None],
 ) -> bool:
-    """Build the node's bank unless the one on disk is of this model and placement."""
+    """Build the node's bank unless the one on disk is of this model, placement and order."""
     path = paths.bank(node.name)
-    if _bank_fits(path, placement, node):
+    # a node of a one-host pod computes on the CPU, whatever its tier
+    order: RecordOrder = "row-major"
+    if can_interleave(placement.shape.expert):
+        order = "interleaved-4"
+    if _bank_fits(path, placement, node, order):
         return False
     _make_folder(paths.banks)
-    say(f"building bank {path} ({len(node.rows)} experts)")
-    build(source, placement, node.name, path, replace=True)
+    say(f"building bank {path} ({len(node.bank_rows)} experts)")
+    build(source, placement, node.name, path, layout=order, replace=True)
     return True
 
 
-def _bank_fits(path: Path, placement: Placement, node: PlacedNode) -> bool:
+def _bank_fits(path: Path, placement: Placement, node: PlacedNode, order: RecordOrder) -> bool:
     if not path.exists():
         return False
     try:
@@ -155,10 +172,11 @@ def _bank_fits(path: Path, placement: Placement, node: PlacedNode) -> bool:
             header = bank.header
     except BankError:
         return False  # it is built again, which is the remedy the error would name
-    return (header.model_digest, header.placement_digest, header.node) == (
+    return (header.model_digest, header.placement_digest, header.node, header.layout) == (
         placement.model_digest,
         placement.digest,
         node.name,
+        order,
     )
 
 
@@ -175,6 +193,16 @@ def _station_settings(paths: PodPaths, plan: PodPlan) -> Mapping[str, toml.Value
         "on_miss": plan.on_miss,
         "dtype": plan.dtype,
         "spin_us": plan.spin_us,
+    }
+
+
+def _bank_service_settings(paths: PodPaths, plan: PodPlan) -> Mapping[str, toml.Value]:
+    return {
+        "address": f"tcp://127.0.0.1:{plan.banks_port}",
+        "secret_key": paths.secret_key(STATION, BANK_SERVICE_UNIT),
+        "allow_list": paths.seen(paths.allow_list),
+        "folders": [paths.seen(paths.banks)],
+        "checkpoint": paths.seen(plan.checkpoint),
     }
 
 

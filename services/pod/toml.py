@@ -1,15 +1,15 @@
 """Settings as TOML text: the standard library reads it, this writes the little we need.
 
-Owns flat tables of text, whole numbers and switches, in the order given. Must not know what they
-mean.
+Owns flat tables of text, whole numbers, switches and lists of text, in the order given. Must not
+know what they mean.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-Value = str | int | bool
+Value = str | int | bool | Sequence[str]
 
 
 def dumps(values: Mapping[str, Value], *, title: str) -> str:
@@ -27,3 +27,5 @@ def _text(value: Value) -> str:
         case str():
             # a JSON string is a TOML basic string, but TOML also wants DEL escaped
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case _:
+            return f"[{', '.join(map(_text, value))}]"

@@ -55,12 +55,13 @@ def run_pod(options: UpOptions) -> None:
     with ExitStack() as stack:
         port = reserve(stack, options.port, option="--port")
         control_port = reserve(stack, 0, option="--port")
+        banks_port = reserve(stack, 0, option="--port")
         stack.enter_context(exclusive(options.state_dir))
-        layout = _prepare(options, port, control_port)
+        layout = _prepare(options, port, control_port, banks_port)
         asyncio.run(_supervise(options, layout, port))
 
 
-def _prepare(options: UpOptions, port: int, control_port: int) -> PodLayout:
+def _prepare(options: UpOptions, port: int, control_port: int, banks_port: int) -> PodLayout:
     checkpoint = options.checkpoint.resolve()
     for path in (checkpoint, options.state_dir.resolve()):
         if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
@@ -81,6 +82,7 @@ def _prepare(options: UpOptions, port: int, control_port: int) -> PodLayout:
         sparks=options.sparks,
         http_port=port,
         control_port=control_port,
+        banks_port=banks_port,
         model_name=MODEL_NAME,
         policy=options.placement,
         on_miss=options.on_miss,

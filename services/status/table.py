@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from services.pod.endpoint import PodRefused
+from shared.core.loading import part_of
 
 _GOOD: Final = frozenset({"serving", "local"})
 
@@ -18,6 +19,13 @@ class HopTimes(msgspec.Struct, frozen=True):
 
     p50: float | None = None
     p99: float | None = None
+
+
+class LoadStatus(msgspec.Struct, frozen=True):
+    """How far a node's bank is on its way to memory, or to the node's disk."""
+
+    done_bytes: int
+    total_bytes: int
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -35,6 +43,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     corrupt_rows: int
     hop_us: HopTimes
     last_loss: str = ""
+    loading: LoadStatus | None = None
 
 
 class PodStatus(msgspec.Struct, frozen=True):
@@ -95,11 +104,11 @@ def node_table(status: PodStatus) -> Table:
         table.add_row(
             node.name,
             node.tier,
-            node.state,
+            _state(node),
             *map(str, counts),
             _us(node.hop_us.p50),
             _us(node.hop_us.p99),
-            style=None if node.state in _GOOD else "bold red",
+            style=_style(node),
         )
     return table
 
@@ -111,6 +120,21 @@ def losses(status: PodStatus) -> Sequence[str]:
         for node in status.nodes
         if node.last_loss and node.state not in _GOOD
     ]
+
+
+def _state(node: NodeStatus) -> str:
+    """The word for a node, and how far it is while its bank is on the way."""
+    load = node.loading
+    if load is None or not load.total_bytes:
+        return node.state
+    percent = 100 * load.done_bytes // load.total_bytes
+    return f"{node.state} {percent} % ({part_of(load.done_bytes, load.total_bytes)})"
+
+
+def _style(node: NodeStatus) -> str | None:
+    if node.state in _GOOD:
+        return None
+    return "yellow" if node.loading is not None else "bold red"
 
 
 def _us(value: float | None) -> str:

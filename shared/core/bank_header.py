@@ -24,11 +24,13 @@ import msgspec
 from shared.core.errors import BankError
 from shared.core.names import NodeName
 from shared.core.placement import ExpertKey, Tier
-from shared.core.record import PAGE_BYTES, RecordLayout
+from shared.core.record import PAGE_BYTES, RecordLayout, RecordOrder
 from shared.core.shape import ExpertShape
 
 MAGIC: Final = b"K3BANK\0\1"
-FORMAT_VERSION: Final = 2  # 2: source_hashes
+# 2: source_hashes. The order interleaved-4 came without a new number: a reader that does not know
+# it refuses the header's `layout` by name, and row-major banks kept every byte.
+FORMAT_VERSION: Final = 2
 PREFIX_BYTES: Final = 52
 JSON_BYTES_MAX: Final = 64 * 2**20  # every expert of K3 in one bank takes 20 MB
 
@@ -41,7 +43,6 @@ Expert: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 Blake3Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 TensorChecks: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{96}$")]
 Digest: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-RecordOrder: TypeAlias = Literal["row-major", "interleaved-4"]
 
 
 class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,8 +52,9 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     it is intact. `source_hashes[r]` is the BLAKE3 of the tensors it was made from, as the
     checkpoint stores them: the same hash where a record is a plain copy, another one where it was
     cast or laid out anew, and the way to recognise a checkpoint that changed. `tensor_checks[r]`
-    is 12 u32 (hex, tensors in RecordLayout order: the low half of XXH3-64) and only tells which
-    tensor of a damaged record changed.
+    is 12 u32 (hex, tensors in RecordLayout order: the low half of XXH3-64 of the tensor as the
+    record holds it) and only tells which tensor of a damaged record changed. `layout` is the order
+    of the bytes inside the tensors of every record.
     """
 
     version: Literal[2]
@@ -62,7 +64,7 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model_digest: Digest
     placement_digest: Digest
     shape: ExpertShape
-    layout: Literal["row-major"]
+    layout: RecordOrder
     rows: Annotated[tuple[tuple[Layer, Expert], ...], msgspec.Meta(min_length=1)]
     record_hashes: tuple[Blake3Hex, ...]
     source_hashes: tuple[Blake3Hex, ...]
@@ -70,7 +72,8 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     producer: Annotated[str, msgspec.Meta(max_length=128)]
 
     def __post_init__(self) -> None:
-        """Two hashes and one set of checks per row; no expert twice."""
+        """Two hashes and one set of checks per row; no expert twice; an order its shape allows."""
+        RecordLayout(self.shape, self.layout)  # ValueError
         count = len(self.rows)
         lengths = (len(self.record_hashes), len(self.source_hashes), len(self.tensor_checks))
         if lengths != (count, count, count):
@@ -84,7 +87,7 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def record_layout(self) -> RecordLayout:
         """Where the tensors of each record lie."""
-        return RecordLayout(self.shape)
+        return RecordLayout(self.shape, self.layout)
 
     def row_of(self) -> dict[ExpertKey, int]:
         """Bank row of every (layer, expert)."""

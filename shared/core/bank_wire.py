@@ -11,9 +11,10 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from shared.core.bank_header import Blake3Hex, Expert, Layer, RecordOrder
+from shared.core.bank_header import Blake3Hex, Expert, Layer
 from shared.core.errors import LocalProtocolError, RemoteProtocolError
 from shared.core.names import NodeName
+from shared.core.record import RecordOrder
 from shared.core.shape import ExpertShape
 from shared.core.wire import U32, U63, Text
 

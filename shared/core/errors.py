@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 EXIT_FAILED = 1
+EXIT_TEMPFAIL = 75  # EX_TEMPFAIL of sysexits.h; systemd tries again later
 EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h; systemd does not retry it (RestartPreventExitStatus)
 
 
@@ -46,6 +47,18 @@ class PlacementError(ConfigError):
     code = "placement_invalid"
 
 
+class TraceError(ConfigError):
+    """A routing trace that is missing, empty, damaged, foreign or of another model."""
+
+    code = "trace_invalid"
+
+
+class PodError(ConfigError):
+    """A pod description that is malformed, or a pod that cannot hold the model or its power."""
+
+    code = "pod_invalid"
+
+
 class DigestMismatch(ConfigError):
     """Two parts of the pod were made from different models or placements."""
 
@@ -62,6 +75,26 @@ class AddressInUse(ConfigError):
     """A listening address that another process holds."""
 
     code = "address_in_use"
+
+
+class MemoryFloorReached(MeshError):
+    """Loading a bank would leave the machine too little memory; later there may be more."""
+
+    code = "memory_floor"
+    exit_status = EXIT_TEMPFAIL
+
+    def __init__(
+        self, what: str, *, available_bytes: int, floor_bytes: int, missing_bytes: int
+    ) -> None:
+        """`what` names the load; `missing_bytes` is what has to be freed before it can go on."""
+        super().__init__(
+            f"{what}: only {available_bytes} bytes of memory are available and {floor_bytes} must "
+            f"stay free: {missing_bytes} are missing: free memory, give this node fewer experts, "
+            "or lower memory_floor_bytes"
+        )
+        self.available_bytes = available_bytes
+        self.floor_bytes = floor_bytes
+        self.missing_bytes = missing_bytes
 
 
 class LocalProtocolError(MeshError):

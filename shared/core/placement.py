@@ -1,6 +1,7 @@
 """Which node holds which expert, at which bank row: read by banks, nodes and Station alike.
 
-Pure: a placement is a value with a digest; making a good one is the planner's work.
+Pure: a placement is a value with a digest; making a good one is the planner's work. A file holds
+the value beside its digest, so a damaged file is refused and not served from.
 """
 
 from __future__ import annotations
@@ -18,27 +19,34 @@ from shared.core.names import NodeName
 from shared.core.shape import ModelShape
 
 Tier: TypeAlias = Literal["hbm", "rtx", "grace", "spark"]
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 PLACES_MAX: Final = 2**22  # layers x experts; K3 has 83,328. Bounds what a hostile file allocates
 ExpertKey: TypeAlias = tuple[int, int]  # (layer, expert)
 
 
 class PlacedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One node and the experts of its bank, in row order."""
+    """One node: the experts that live there, and second copies of experts that live elsewhere."""
 
     name: NodeName
     tier: Tier
     rows: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def bank_rows(self) -> tuple[tuple[int, int], ...]:
+        """(layer, expert) of every row of the node's bank: its own experts, then the copies."""
+        return self.rows + self.copies
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checked placement: every expert of the model has exactly one home."""
 
-    version: Literal[1]
+    version: Literal[2]
     model_digest: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     shape: ModelShape
     policy: str
     nodes: tuple[PlacedNode, ...]
+    trace_digest: Annotated[str, msgspec.Meta(max_length=128)] = ""  # "" was made without a trace
 
     def node(self, name: str) -> PlacedNode:
         """The entry of one node; PlacementError when the placement does not know it."""
@@ -51,7 +59,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def digest(self) -> str:
         """Hex digest of the canonical bytes: what banks and leases are compared by."""
-        return hashlib.blake2b(encode(self), digest_size=16).hexdigest()
+        return hashlib.blake2b(_canonical(self), digest_size=16).hexdigest()
 
     def homes(self) -> tuple[np.ndarray, np.ndarray]:
         """(node index, bank row) per expert: two int32 [layers, experts], -1 where none."""
@@ -65,25 +73,62 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return owner, row
 
 
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What lies on disk."""
+
+    version: int
+    checksum: str  # the placement's digest
+    placement: Placement
+
+
+class _AnyFile(msgspec.Struct, frozen=True):
+    """The one field that every format has."""
+
+    version: int
+
+
 def encode(placement: Placement) -> bytes:
-    """Canonical JSON: equal placements have equal bytes, so a digest of them means something."""
-    return msgspec.json.format(msgspec.json.encode(placement, order="deterministic"), indent=0)
+    """The file of a placement: equal placements have equal bytes."""
+    return _json(_File(FORMAT_VERSION, placement.digest, placement))
 
 
 def decode(data: bytes, *, source: str) -> Placement:
     """Parse and check; any defect is one PlacementError that names `source`."""
     try:
-        placement = msgspec.json.decode(data, type=Placement)
+        version = msgspec.json.decode(data, type=_AnyFile).version
+        if version != FORMAT_VERSION:
+            raise PlacementError(
+                f"{source}: placement of format {version}, this program reads {FORMAT_VERSION}: "
+                "make placement and banks again, with `k3 plan` or `k3 pod init`"
+            )
+        file = msgspec.json.decode(data, type=_File)
     except msgspec.DecodeError as error:
         raise PlacementError(
             f"{source}: not a placement of format {FORMAT_VERSION}: {error}; make it again"
         ) from error
-    check(placement, source=source)
-    return placement
+    if file.checksum != file.placement.digest:
+        raise PlacementError(
+            f"{source}: the contents do not have the checksum beside them: the file is damaged or "
+            "was edited by hand; make it again"
+        )
+    check(file.placement, source=source)
+    return file.placement
+
+
+def _canonical(placement: Placement) -> bytes:
+    """Equal placements have equal bytes, so a digest of them means something."""
+    return _json(placement)
+
+
+def _json(value: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value, order="deterministic"), indent=0)
 
 
 def check(placement: Placement, *, source: str = "placement") -> None:
-    """Conservation: names are distinct, every expert of every MoE layer is placed exactly once."""
+    """Conservation: names are distinct, every expert of every MoE layer has exactly one home.
+
+    A copy is of an expert that lives on another node, and no node has two copies of one expert.
+    """
     shape = placement.shape
     names = [node.name for node in placement.nodes]
     if len(set(names)) != len(names):
@@ -94,12 +139,8 @@ def check(placement: Placement, *, source: str = "placement") -> None:
         )
     seen = np.zeros((shape.layers, shape.experts), np.int32)
     for node in placement.nodes:
+        _check_inside(node, shape, source)
         for layer, expert in node.rows:
-            if layer not in shape.moe_layers or not 0 <= expert < shape.experts:
-                raise PlacementError(
-                    f"{source}: node {node.name} holds layer {layer} expert {expert}, "
-                    f"outside layers {shape.moe_layers} x {shape.experts} experts"
-                )
             seen[layer, expert] += 1
     wrong = np.argwhere(seen[shape.first_moe_layer :] != 1)
     if len(wrong):
@@ -108,6 +149,22 @@ def check(placement: Placement, *, source: str = "placement") -> None:
             f"{source}: {len(wrong)} experts are not placed exactly once; first is layer {layer} "
             f"expert {expert}, placed {int(seen[layer, expert])} times"
         )
+    for node in placement.nodes:
+        if len(held := set(node.bank_rows)) != len(node.bank_rows):
+            layer, expert = next(key for key in node.copies if node.bank_rows.count(key) > 1)
+            raise PlacementError(
+                f"{source}: node {node.name} holds layer {layer} expert {expert} twice "
+                f"({len(node.bank_rows) - len(held)} such rows): a copy belongs on another node"
+            )
+
+
+def _check_inside(node: PlacedNode, shape: ModelShape, source: str) -> None:
+    for layer, expert in node.bank_rows:
+        if layer not in shape.moe_layers or not 0 <= expert < shape.experts:
+            raise PlacementError(
+                f"{source}: node {node.name} holds layer {layer} expert {expert}, "
+                f"outside layers {shape.moe_layers} x {shape.experts} experts"
+            )
 
 
 def balanced(
@@ -169,7 +226,7 @@ def _made(
     rows: list[list[ExpertKey]],
 ) -> Placement:
     placement = Placement(
-        version=1,
+        version=FORMAT_VERSION,
         model_digest=model_digest,
         shape=shape,
         policy=policy,

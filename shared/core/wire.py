@@ -11,6 +11,7 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 
 from shared.core.errors import LocalProtocolError, RemoteProtocolError
+from shared.core.loading import Phase
 from shared.core.names import NodeName
 from shared.core.placement import Tier
 from shared.core.ring_layout import RingShape
@@ -65,6 +66,14 @@ class NodeCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: U63
     refused_rows: U63
     corrupt_dispatches: U63
+
+
+class Loading(Message, frozen=True, tag="loading"):
+    """A node brings its bank into memory, or to its disk first, and will ask for a lease later."""
+
+    phase: Phase
+    done_bytes: U63
+    total_bytes: U63
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -140,7 +149,7 @@ class HelloRefused(Message, frozen=True, tag="hello_refused"):
     permanent: bool
 
 
-ToStation: TypeAlias = Hello | LeaseAccepted | Heartbeat | Goodbye
+ToStation: TypeAlias = Loading | Hello | LeaseAccepted | Heartbeat | Goodbye
 ToNode: TypeAlias = LeaseOffer | LeaseGranted | HeartbeatSeen | LeaseRevoked | HelloRefused
 
 _encoder: Final = msgspec.msgpack.Encoder()

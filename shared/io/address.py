@@ -34,11 +34,13 @@ def parse_address(address: str) -> TcpAddress:
     return TcpAddress(match["six"] or match["host"], int(match["port"]))
 
 
-def check_listen_address(address: str, *, allow_remote: bool) -> TcpAddress:
+def check_listen_address(
+    address: str, *, allow_remote: bool, setting: str = "allow_remote_control"
+) -> TcpAddress:
     """Parse an address to listen on: a numeric IP, and a loopback one unless `allow_remote`.
 
-    Raises ConfigError otherwise. A name or an interface is refused because what it stands for can
-    change between the check and the bind.
+    Raises ConfigError otherwise, with `setting` as what allows it. A name or an interface is
+    refused because what it stands for can change between the check and the bind.
     """
     parsed = parse_address(address)
     try:
@@ -49,7 +51,7 @@ def check_listen_address(address: str, *, allow_remote: bool) -> TcpAddress:
         ) from None
     if not host.is_loopback and not allow_remote:
         raise ConfigError(
-            f"refusing to listen on {address}: other machines can reach it. Set "
-            "allow_remote_control = true if that is wanted, or use 127.0.0.1"
+            f"refusing to listen on {address}: other machines can reach it. Set {setting} = true "
+            "if that is wanted, or use 127.0.0.1"
         )
     return parsed

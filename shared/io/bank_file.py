@@ -1,7 +1,7 @@
-"""Bank files on disk: opening, checking, and loading one into memory.
+"""Bank files on disk: opening, reading and checking them.
 
-Owns how records are read and how damage is recognised and named. Must not know torch, leases, who
-registers the arena afterwards, or how a bank is made.
+Owns how records are read and how damage is recognised and named. Must not know what becomes of the
+records in memory, or how a bank is made.
 
 A bank's own faults are told apart: too short (named by its first missing record), too long, a
 record whose bytes changed (named by tensor), a record never written, a record that is a copy of
@@ -10,8 +10,7 @@ another, two records swapped.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -34,10 +33,10 @@ from shared.core.bank_header import (
     stored_digest,
 )
 from shared.core.errors import BankError
+from shared.core.loading import steps
 from shared.core.record import RecordLayout
 
 READ_BYTES: Final = 64 * 2**20
-_HUGE_PAGE_BYTES: Final = 2 * 2**20
 
 
 class FaultKind(Enum):
@@ -77,6 +76,7 @@ class BankFile:
         self.records_offset: Final = len(block)
         self.digest: Final = stored_digest(block).hex()
         self._fd = fd
+        self._direct_fd: int | None = None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -99,9 +99,15 @@ class BankFile:
             raise
         return bank
 
+    def fileno(self) -> int:
+        """The descriptor, for positional reads; closed with the bank."""
+        return self._fd
+
     def close(self) -> None:
-        """Give back the file; arenas loaded from it stay."""
+        """Give back the file."""
         os.close(self._fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
 
     def __enter__(self) -> Self:
         """The bank itself."""
@@ -123,7 +129,7 @@ class BankFile:
 
     @property
     def arena_bytes(self) -> int:
-        """Memory that `load_arena` takes."""
+        """Memory that all records take."""
         return self.rows * self.layout.stride_bytes
 
     def read_into(self, row: int, buffer: memoryview) -> None:
@@ -131,13 +137,7 @@ class BankFile:
         offset = self.records_offset + row * self.layout.stride_bytes
         done = 0
         while done < len(buffer):
-            try:
-                count = os.preadv(self._fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise BankError(
-                    f"{self.path}: offset {offset + done}: cannot read: {error.strerror}: "
-                    "check the disk, or build the bank again"
-                ) from error
+            count = self._read(buffer[done:], offset + done)
             if count == 0:
                 raise BankError(
                     f"{self.path}: the file became shorter than {offset + len(buffer)} bytes "
@@ -145,38 +145,51 @@ class BankFile:
                 )
             done += count
 
+    def read_directly(self) -> None:
+        """Read past the page cache from now on, where the file system allows it.
 
-def load_arena(bank: BankFile, *, verify: bool = True) -> npt.NDArray[np.uint8]:
-    """Copy all records into anonymous memory: read-only uint8 [rows, stride_bytes], page aligned.
+        Buffers must then start on a page and span whole pages, as records in an arena do; any other
+        buffer still works and costs what it always did.
+        """
+        try:
+            # the same file again: a descriptor that shares its flags could not read both ways
+            self._direct_fd = os.open(
+                f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+            )
+        except OSError:
+            self._direct_fd = None
 
-    With `verify` every record is compared with its BLAKE3 while it is still in cache; the first
-    damaged one is a BankError that names it. The memory is freed with the last view of the array.
-    """
-    try:
-        memory = mmap.mmap(-1, bank.arena_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise BankError(
-            f"{bank.path}: no {bank.arena_bytes} bytes of memory for its arena "
-            f"({error.strerror}): free memory, or give this node fewer experts"
-        ) from error
-    if bank.arena_bytes >= _HUGE_PAGE_BYTES:
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, equally right
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    arena = np.frombuffer(memory, np.uint8).reshape(bank.rows, bank.layout.stride_bytes)
-    for first, last in _steps(bank):
-        bank.read_into(first, arena[first:last].data.cast("B"))
-        if verify:
-            for row in range(first, last):
-                _refuse_damage(bank, row, arena[row])
-    arena.flags.writeable = False
-    return arena
+    def forget(self, first: int, last: int) -> None:
+        """Let the page cache drop what it holds of the records [first, last)."""
+        stride = self.layout.stride_bytes
+        os.posix_fadvise(
+            self._fd,
+            self.records_offset + first * stride,
+            (last - first) * stride,
+            os.POSIX_FADV_DONTNEED,
+        )
+
+    def _read(self, buffer: memoryview, offset: int) -> int:
+        try:
+            if self._direct_fd is not None:
+                try:
+                    return os.preadv(self._direct_fd, [buffer], offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # the device wants another alignment
+                        raise
+            return os.preadv(self._fd, [buffer], offset)
+        except OSError as error:
+            raise BankError(
+                f"{self.path}: offset {offset}: cannot read: {error.strerror}: "
+                "check the disk, or build the bank again"
+            ) from error
 
 
 def verify(bank: BankFile) -> Iterator[tuple[int, RecordFault | None]]:
     """Check every record of the file in row order, in constant memory: (row, its fault or None)."""
     stride = bank.layout.stride_bytes
     buffer = np.empty((max(1, READ_BYTES // stride), stride), np.uint8)
-    for first, last in _steps(bank):
+    for first, last in steps(bank.rows, stride_bytes=stride, step_bytes=READ_BYTES):
         records = buffer[: last - first]
         bank.read_into(first, records.data.cast("B"))
         for row in range(first, last):
@@ -192,6 +205,16 @@ def find_fault(bank: BankFile, row: int, record: npt.NDArray[np.uint8]) -> Recor
         return None
     kind, detail = _diagnose(bank, row, data, found)
     return RecordFault(row, layer, expert, kind, detail)
+
+
+def refuse_damage(bank: BankFile, row: int, record: npt.NDArray[np.uint8]) -> None:
+    """BankError naming record `row` when its bytes are not the header's."""
+    fault = find_fault(bank, row, record)
+    if fault is not None:
+        raise BankError(
+            f"{bank.path}: {fault}: build the bank again; `k3 bank verify` lists every damaged "
+            "record"
+        )
 
 
 def blake3_digest(data: bytes | memoryview) -> bytes:
@@ -233,21 +256,6 @@ def _check_size(bank: BankFile, size: int) -> None:
         f"{bank.path}: truncated: {size} of {expected} bytes, the first incomplete record is row "
         f"{row} (layer {layer}, expert {expert}): copy or build the bank again"
     )
-
-
-def _steps(bank: BankFile) -> Iterator[tuple[int, int]]:
-    count = max(1, READ_BYTES // bank.layout.stride_bytes)
-    for first in range(0, bank.rows, count):
-        yield first, min(first + count, bank.rows)
-
-
-def _refuse_damage(bank: BankFile, row: int, record: npt.NDArray[np.uint8]) -> None:
-    fault = find_fault(bank, row, record)
-    if fault is not None:
-        raise BankError(
-            f"{bank.path}: {fault}: build the bank again; `k3 bank verify` lists every damaged "
-            "record"
-        )
 
 
 def _diagnose(

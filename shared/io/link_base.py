@@ -44,9 +44,12 @@ class LinkSettings:
     """Bounds and clocks of a link; every one is set on the socket explicitly.
 
     `linger_us` bounds how long closing a link may take to hand over what was sent last (a goodbye).
+    `frame_bytes_max` bounds what is received, and what is sent unless `sent_bytes_max` says more:
+    an end that is asked little and answers much needs no memory for large questions.
     """
 
     frame_bytes_max: int = FRAME_BYTES_MAX
+    sent_bytes_max: int | None = None
     queue_len_max: int = 1000
     heartbeat_interval_us: int = 500_000
     heartbeat_timeout_us: int = 2_000_000
@@ -99,10 +102,11 @@ class Codec(Generic[In, Out]):
     def write(self, message: Out) -> bytes:
         """The frame of a message; LocalProtocolError when the peer would have to refuse it."""
         frame = self.encode(message)
-        if len(frame) > self.settings.frame_bytes_max:
+        size_max = self.settings.sent_bytes_max or self.settings.frame_bytes_max
+        if len(frame) > size_max:
             raise LocalProtocolError(
                 f"{type(message).__name__} makes a frame of {len(frame)} bytes, at most "
-                f"{self.settings.frame_bytes_max} allowed"
+                f"{size_max} allowed"
             )
         return frame
 

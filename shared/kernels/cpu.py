@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from shared._native import ffi, lib
+from shared.core.record import RecordOrder
 from shared.core.shape import ExpertShape
 from shared.kernels.expert import (
     Arena,
@@ -29,10 +30,11 @@ class CpuKernel:
     kernel_id: Final = 0x0001_0001  # implementation 1, version 1
     name: Final = "cpu"
 
-    def __init__(self, shape: ExpertShape) -> None:
-        """LocalProtocolError when latent or width is not a positive multiple of 16."""
-        self._layout = checked_layout(shape)
+    def __init__(self, shape: ExpertShape, order: RecordOrder = "row-major") -> None:
+        """LocalProtocolError when no record can have this shape and order."""
+        self._layout = checked_layout(shape, order)
         self.shape: Final = shape
+        self.order: Final = order
         offset = {field.name: field.offset for field in self._layout.fields}
         matrices = ("w1", "w3", "w2")
         self._native_layout = ffi.new(
@@ -40,6 +42,7 @@ class CpuKernel:
             {
                 "latent": shape.latent,
                 "width": shape.width,
+                "interleaved": order == "interleaved-4",
                 "stride_bytes": self._layout.stride_bytes,
                 "weight": [offset[f"{matrix}.weight"] for matrix in matrices],
                 "scale": [offset[f"{matrix}.weight_scale"] for matrix in matrices],

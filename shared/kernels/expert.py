@@ -11,7 +11,8 @@ One row, for a record (w1, w3, w2, each NVFP4 with its own scale_2) and one bf16
     row  = (W2 h) x w2.scale_2                                    in float32, rounded once to bf16
 
 The order of a sum is each kernel's own but fixed: a row depends on (record, z, kernel id) and on
-nothing else in the call. Rows of different kernels agree to about 2^-7 of the row's largest value.
+nothing else in the call, nor on the order of the record's bytes. Rows of different kernels agree to
+about 2^-7 of the row's largest value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.core.errors import LocalProtocolError
-from shared.core.record import RecordLayout
+from shared.core.record import RecordLayout, RecordOrder
 from shared.core.shape import ExpertShape
 
 Arena: TypeAlias = npt.NDArray[np.uint8]
@@ -42,6 +43,10 @@ class ExpertKernel(Protocol):
         """The shape of the experts it computes."""
 
     @property
+    def order(self) -> RecordOrder:
+        """The order of the records it reads; an arena in another order gives wrong rows."""
+
+    @property
     def name(self) -> str:
         """The name that selects this kernel: "cpu" or "reference"."""
 
@@ -57,12 +62,15 @@ class ExpertKernel(Protocol):
         """
 
 
-def checked_layout(shape: ExpertShape) -> RecordLayout:
-    """Layout of records of this shape, or LocalProtocolError when no record can have it."""
+def checked_layout(shape: ExpertShape, order: RecordOrder = "row-major") -> RecordLayout:
+    """Layout of records of this shape and order, or LocalProtocolError when none can have both."""
     for name, size in (("latent", shape.latent), ("width", shape.width)):
         if size <= 0 or size % 16:
             raise LocalProtocolError(f"expert {name} {size} is not a positive multiple of 16")
-    return RecordLayout(shape)
+    try:
+        return RecordLayout(shape, order)
+    except ValueError as error:
+        raise LocalProtocolError(str(error)) from error
 
 
 def check_arrays(

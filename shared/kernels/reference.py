@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from shared.core.record import RecordOrder
+from shared.core.record_order import by_output
 from shared.core.shape import ExpertShape
 from shared.kernels.codecs import bf16_bits, bf16_float, nvfp4_decode
 from shared.kernels.expert import (
@@ -32,10 +34,11 @@ class ReferenceKernel:
     kernel_id: Final = 0x0000_0001  # implementation 0, version 1
     name: Final = "reference"
 
-    def __init__(self, shape: ExpertShape) -> None:
-        """LocalProtocolError when latent or width is not a positive multiple of 16."""
-        self._layout = checked_layout(shape)
+    def __init__(self, shape: ExpertShape, order: RecordOrder = "row-major") -> None:
+        """LocalProtocolError when no record can have this shape and order."""
+        self._layout = checked_layout(shape, order)
         self.shape: Final = shape
+        self.order: Final = order
         self._fields = {field.name: field for field in self._layout.fields}
 
     def rows(
@@ -74,6 +77,10 @@ class ReferenceKernel:
 
     def _tensor(self, record: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.uint8]:
         field = self._fields[name]
+        if field.shape and self.order != "row-major":
+            # a copy, because neighbours of a row-major tensor are not neighbours here
+            by_row = np.ascontiguousarray(by_output(record, field, self.order))
+            return by_row.view(np.uint8).reshape(field.shape)
         flat = record[field.offset : field.offset + field.length]
         return flat.reshape(field.shape) if field.shape else flat
 

@@ -40,6 +40,7 @@ enum {
     CHUNK = 128,              /* columns decoded at a time: 16 words of 8 nibbles */
     CHUNK_BYTES = CHUNK / 2,
     CHUNK_SCALES = CHUNK / 16,
+    INTERLEAVED = 4,          /* rows whose chunks alternate in an interleaved record */
     TILE = 32,                /* tokens of one expert whose inputs are unpacked at a time */
     TOKENS_MAX = 4,           /* tokens that share one decoding of a weight */
     PREFETCH_BYTES = 4096,    /* ahead of the weights in work: 6.1 -> 9.2 GB/s out of memory */
@@ -197,8 +198,8 @@ static void unpack_scales(const uint8_t *restrict codes, int64_t n, float *restr
 }
 
 typedef struct {
-    const uint8_t *weight; /* packed bytes of one row */
-    const float *scale;    /* its unpacked block scales */
+    const uint8_t *weight; /* first packed bytes of one row */
+    const float *scale;    /* its first unpacked block scales */
 } packed_row;
 
 /* Weights k, 8 + k, 16 + k ... of a chunk, block scale applied. A variable shuffle looks at as many
@@ -222,10 +223,11 @@ INLINE vec decode(uvec words, int k, vec scale) {
 #endif
 }
 
-/* The packed bytes of one chunk, zeros where the row ends; reads no byte beyond the row. */
+/* The packed bytes of one chunk, zeros where the row ends; reads no byte beyond the row. From chunk
+ * to chunk of a row it is `apart` chunks: 1, or INTERLEAVED, where no row ends inside a chunk. */
 INLINE const uint8_t *packed_chunk(packed_row row, int64_t first, int64_t columns,
-                                   uint8_t tail[CHUNK_BYTES]) {
-    const uint8_t *from = row.weight + first / 2;
+                                   const int64_t apart, uint8_t tail[CHUNK_BYTES]) {
+    const uint8_t *from = row.weight + first / 2 * apart;
     __builtin_prefetch((const void *)((uintptr_t)from + PREFETCH_BYTES));
     if (__builtin_expect(columns - first >= CHUNK, 1))
         return from;
@@ -236,9 +238,9 @@ INLINE const uint8_t *packed_chunk(packed_row row, int64_t first, int64_t column
 
 /* The block scales of one chunk, zeros where the row ends. */
 INLINE const float *chunk_scales(packed_row row, int64_t first, int64_t columns,
-                                 float tail[CHUNK_SCALES]) {
+                                 const int64_t apart, float tail[CHUNK_SCALES]) {
     if (__builtin_expect(columns - first >= CHUNK, 1))
-        return row.scale + first / 16;
+        return row.scale + first / 16 * apart;
     memset(tail, 0, CHUNK_SCALES * sizeof *tail);
     memcpy(tail, row.scale + first / 16, (size_t)(columns - first) / 16 * sizeof *tail);
     return tail;
@@ -266,20 +268,21 @@ INLINE uvec lane_words(const uint8_t *chunk, int part) {
     return words;
 }
 
-/* Two rows (a, b) against a few tokens: sum_a[t * step] and sum_b[t * step]. `tokens` is a constant at
- * every call, so that the accumulators stay in registers. */
-INLINE void dot_block(packed_row a, packed_row b, int64_t columns, const float *x, int64_t x_stride,
-                      const int tokens, float *sum_a, float *sum_b, int64_t step) {
+/* Two rows (a, b) against a few tokens: sum_a[t * step] and sum_b[t * step]. `apart` and `tokens` are
+ * constants at every call, so that addresses cost nothing and the accumulators stay in registers. */
+INLINE void dot_block(packed_row a, packed_row b, int64_t columns, const int64_t apart,
+                      const float *x, int64_t x_stride, const int tokens, float *sum_a,
+                      float *sum_b, int64_t step) {
     vec parts_a[TOKENS_MAX][PARTS], parts_b[TOKENS_MAX][PARTS];
     for (int part = 0; part < PARTS; part++) {
         vec acc_a[TOKENS_MAX] = {{0}}, acc_b[TOKENS_MAX] = {{0}};
         for (int64_t first = 0; first < columns; first += CHUNK) {
             uint8_t tail_a[CHUNK_BYTES], tail_b[CHUNK_BYTES];
             float scales_a[CHUNK_SCALES], scales_b[CHUNK_SCALES];
-            const uvec words_a = lane_words(packed_chunk(a, first, columns, tail_a), part);
-            const uvec words_b = lane_words(packed_chunk(b, first, columns, tail_b), part);
-            const vec scale_a = lane_scales(chunk_scales(a, first, columns, scales_a), part);
-            const vec scale_b = lane_scales(chunk_scales(b, first, columns, scales_b), part);
+            const uvec words_a = lane_words(packed_chunk(a, first, columns, apart, tail_a), part);
+            const uvec words_b = lane_words(packed_chunk(b, first, columns, apart, tail_b), part);
+            const vec scale_a = lane_scales(chunk_scales(a, first, columns, apart, scales_a), part);
+            const vec scale_b = lane_scales(chunk_scales(b, first, columns, apart, scales_b), part);
             const float *inputs = x + first + part * WIDE;
 #pragma GCC unroll 8
             for (int k = 0; k < 8; k++) {
@@ -308,14 +311,25 @@ INLINE void dot_block(packed_row a, packed_row b, int64_t columns, const float *
 
 /* dot_block for 1 to TOKENS_MAX tokens. How many share a call decides how often a weight is decoded,
  * never the order in which a sum is taken. */
-static void dot_rows(packed_row a, packed_row b, int64_t columns, const float *x, int64_t x_stride,
-                     int64_t tokens, float *sum_a, float *sum_b, int64_t step) {
+INLINE void dot_tokens(packed_row a, packed_row b, int64_t columns, const int64_t apart,
+                       const float *x, int64_t x_stride, int64_t tokens, float *sum_a, float *sum_b,
+                       int64_t step) {
     switch (tokens) {
-    case 1: dot_block(a, b, columns, x, x_stride, 1, sum_a, sum_b, step); break;
-    case 2: dot_block(a, b, columns, x, x_stride, 2, sum_a, sum_b, step); break;
-    case 3: dot_block(a, b, columns, x, x_stride, 3, sum_a, sum_b, step); break;
-    case 4: dot_block(a, b, columns, x, x_stride, 4, sum_a, sum_b, step); break;
+    case 1: dot_block(a, b, columns, apart, x, x_stride, 1, sum_a, sum_b, step); break;
+    case 2: dot_block(a, b, columns, apart, x, x_stride, 2, sum_a, sum_b, step); break;
+    case 3: dot_block(a, b, columns, apart, x, x_stride, 3, sum_a, sum_b, step); break;
+    case 4: dot_block(a, b, columns, apart, x, x_stride, 4, sum_a, sum_b, step); break;
     }
+}
+
+/* The same for rows of a record in either order; the sums have the same bits. */
+static void dot_rows(packed_row a, packed_row b, int64_t columns, int64_t interleaved,
+                     const float *x, int64_t x_stride, int64_t tokens, float *sum_a, float *sum_b,
+                     int64_t step) {
+    if (interleaved)
+        dot_tokens(a, b, columns, INTERLEAVED, x, x_stride, tokens, sum_a, sum_b, step);
+    else
+        dot_tokens(a, b, columns, 1, x, x_stride, tokens, sum_a, sum_b, step);
 }
 
 /* ---- one expert ---- */
@@ -333,7 +347,7 @@ typedef struct {
     float *scale_b;   /* the same of w3 */
 } work;
 
-/* Unpacks the block scales of 16 rows from `row` on; they lie together. */
+/* Unpacks the block scales of 16 rows from `row` on; they lie together, in either order. */
 static void open_rows(const work *w, int matrix, int64_t row, int64_t columns, float *scale) {
     const int64_t blocks = columns / 16;
     unpack_scales(w->record + w->layout->scale[matrix] + row * blocks, LANES * blocks, scale);
@@ -342,13 +356,18 @@ static void open_rows(const work *w, int matrix, int64_t row, int64_t columns, f
 /* Row `row` of a matrix; `scale` holds the scales of the 16 rows it belongs to. */
 INLINE packed_row one_row(const work *w, int matrix, int64_t row, int64_t columns,
                           const float *scale) {
-    return (packed_row){w->record + w->layout->weight[matrix] + row * (columns / 2),
-                        scale + row % LANES * (columns / 16)};
+    const uint8_t *weight = w->record + w->layout->weight[matrix];
+    const int64_t among = row % LANES; /* those 16 */
+    if (!w->layout->interleaved)
+        return (packed_row){weight + row * (columns / 2), scale + among * (columns / 16)};
+    const int64_t lane = row % INTERLEAVED; /* its place in its group, whose rows start together */
+    return (packed_row){weight + (row - lane) * (columns / 2) + lane * CHUNK_BYTES,
+                        scale + (among - lane) * (columns / 16) + lane * CHUNK_SCALES};
 }
 
 /* h = bf16(SiTU(W1 x, W3 x)), 16 elements of every token at a time. */
 static void hidden_rows(const work *w, int64_t tokens) {
-    const int64_t latent = w->layout->latent;
+    const int64_t latent = w->layout->latent, interleaved = w->layout->interleaved;
     const float scale_g = f32_at(w->record + w->layout->scale_2[W1]);
     const float scale_u = f32_at(w->record + w->layout->scale_2[W3]);
     float g[TILE][LANES], u[TILE][LANES];
@@ -357,11 +376,21 @@ static void hidden_rows(const work *w, int64_t tokens) {
         open_rows(w, W3, o, latent, w->scale_b);
         for (int64_t t = 0; t < tokens; t += TOKENS_MAX) {
             const int64_t n = least(tokens - t, TOKENS_MAX);
-            for (int64_t i = 0; i < LANES; i++) {
+            const float *x = w->x + t * w->x_stride;
+            for (int64_t i = 0; i < LANES; i += 2) {
                 packed_row gate = one_row(w, W1, o + i, latent, w->scale_a);
                 packed_row up = one_row(w, W3, o + i, latent, w->scale_b);
-                dot_rows(gate, up, latent, w->x + t * w->x_stride, w->x_stride, n, &g[t][i],
-                         &u[t][i], LANES);
+                packed_row gate_2 = one_row(w, W1, o + i + 1, latent, w->scale_a);
+                packed_row up_2 = one_row(w, W3, o + i + 1, latent, w->scale_b);
+                if (interleaved) { /* neighbours share the memory that is fetched */
+                    dot_rows(gate, gate_2, latent, 1, x, w->x_stride, n, &g[t][i], &g[t][i + 1],
+                             LANES);
+                    dot_rows(up, up_2, latent, 1, x, w->x_stride, n, &u[t][i], &u[t][i + 1], LANES);
+                } else {
+                    dot_rows(gate, up, latent, 0, x, w->x_stride, n, &g[t][i], &u[t][i], LANES);
+                    dot_rows(gate_2, up_2, latent, 0, x, w->x_stride, n, &g[t][i + 1],
+                             &u[t][i + 1], LANES);
+                }
             }
         }
         for (int64_t t = 0; t < tokens; t++) {
@@ -389,8 +418,8 @@ static void output_rows(const work *w, int64_t tokens, const uint64_t *keys, uin
             for (int64_t i = 0; i < LANES; i += 2) {
                 packed_row a = one_row(w, W2, o + i, width, w->scale_a);
                 packed_row b = one_row(w, W2, o + i + 1, width, w->scale_a);
-                dot_rows(a, b, width, w->h + t * w->h_stride, w->h_stride, n, &y[t][i],
-                         &y[t][i + 1], LANES);
+                dot_rows(a, b, width, w->layout->interleaved, w->h + t * w->h_stride, w->h_stride,
+                         n, &y[t][i], &y[t][i + 1], LANES);
             }
         }
         for (int64_t t = 0; t < tokens; t++) {

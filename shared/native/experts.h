@@ -10,8 +10,9 @@
 
 /* Where the nine tensors of an expert that matter lie inside a record; index 0 w1, 1 w3, 2 w2. */
 typedef struct {
-    int64_t latent; /* both multiples of 16 */
+    int64_t latent; /* both multiples of 16, of 128 in an interleaved record */
     int64_t width;
+    int64_t interleaved; /* 0: row-major; 1: rows interleaved by 4 (shared/core/record.py) */
     int64_t stride_bytes;
     int64_t weight[3];
     int64_t scale[3];

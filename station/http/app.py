@@ -24,13 +24,21 @@ from station.http.errors import (
     json_response,
 )
 from station.http.metrics import CONTENT_TYPE, prometheus_text
+from station.http.routing import RoutingParts, RoutingRoute
 
 _OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no secrets
 
 
-def build_app(parts: ChatParts, *, token: str | None = None) -> Starlette:
-    """The ASGI application. With `token`, all but the probes need `Authorization: Bearer`."""
+def build_app(
+    parts: ChatParts, *, token: str | None = None, routing: RoutingParts | None = None
+) -> Starlette:
+    """The ASGI application. With `token`, all but the probes need `Authorization: Bearer`; with
+    `routing`, recorders may listen to what tokens choose.
+    """
     views = _Views(parts)
+    recorders = (
+        [] if routing is None else [Route("/k3/routing", RoutingRoute(routing), methods=["GET"])]
+    )
     return Starlette(
         routes=[
             Route("/v1/chat/completions", ChatRoute(parts), methods=["POST"]),
@@ -39,6 +47,7 @@ def build_app(parts: ChatParts, *, token: str | None = None) -> Starlette:
             Route("/readyz", views.readyz),
             Route("/metrics", views.metrics),
             Route("/k3/status", views.status),
+            *recorders,
         ],
         middleware=[] if token is None else [Middleware(_BearerGate, token=token)],
         exception_handlers={

@@ -90,8 +90,9 @@ class Pod:
 
 
 def child_name(words: Sequence[str]) -> str:
-    """`station`, or the node's name: `python -m station ...`, `python -m spark_daemon NAME ...`."""
-    return words[2] if words[2] == "station" else words[3]
+    """`station`, `banks`, or the node's name of `python -m spark_daemon NAME ...`."""
+    services = {"station": "station", "services.bank_service": "banks"}
+    return services.get(words[2], words[3])
 
 
 def start(

@@ -54,7 +54,7 @@ def placement() -> Placement:
     """Two nodes; rows neither in numeric nor in lexicographic order."""
     keys = [(layer, expert) for expert in reversed(range(12)) for layer in (2, 1)]
     return Placement(
-        version=1,
+        version=2,
         model_digest="model-a",
         shape=SHAPE,
         policy="test",

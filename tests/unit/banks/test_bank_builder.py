@@ -22,7 +22,8 @@ from shared.core.errors import BankError, CheckpointError, DigestMismatch, MeshE
 from shared.core.placement import PlacedNode, Placement
 from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape
-from shared.io.bank_file import BankFile, load_arena, verify
+from shared.io.arena import load_arena
+from shared.io.bank_file import BankFile, verify
 from station.model.checkpoint import Checkpoint
 from tests.support.expert_records import tensor
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
@@ -65,12 +66,12 @@ def test_records_are_mapped_by_name(tmp_path: Path) -> None:
         rows = tuple((layer, expert) for layer in shape.moe_layers for expert in range(12))
         node = PlacedNode(name="all", tier="hbm", rows=rows)
         plan = Placement(
-            version=1, model_digest=checkpoint.digest, shape=shape, policy="all", nodes=(node,)
+            version=2, model_digest=checkpoint.digest, shape=shape, policy="all", nodes=(node,)
         )
         path = tmp_path / "all.k3bank"
         build(checkpoint, plan, "all", path)
         with BankFile.open(path) as bank:
-            arena, layout = load_arena(bank), bank.layout
+            arena, layout = load_arena(bank).records, bank.layout
     stored = stored_tensors(tmp_path)
     for row, (layer, expert) in enumerate(rows):
         prefix = f"language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}"
@@ -113,7 +114,7 @@ def test_order_of_directory_entries_does_not_matter(
             )
             build(checkpoint, plan, "n", tmp_path / "n.k3bank")
     with BankFile.open(tmp_path / "n.k3bank") as bank:
-        arena = load_arena(bank)
+        arena = load_arena(bank).records
     stored = stored_tensors(folder)
     for row, (layer, expert) in enumerate(bank.header.rows):
         name = f"language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight"
@@ -131,7 +132,7 @@ def test_assumed_stride_takes_the_wrong_expert(tmp_path: Path) -> None:
         )
         build(checkpoint, plan, "n", tmp_path / "n.k3bank")
     with BankFile.open(tmp_path / "n.k3bank") as bank:
-        arena, row_of = load_arena(bank), bank.header.row_of()
+        arena, row_of = load_arena(bank).records, bank.header.row_of()
     stored = stored_tensors(folder)
     name = "language_model.model.layers.1.block_sparse_moe.experts.{}.{}.weight"
     size = len(stored[name.format(0, "w1")])
@@ -374,7 +375,7 @@ def test_placement_of_another_shape_is_refused(tmp_path: Path, placement: Placem
 def test_node_without_experts_is_refused(tmp_path: Path, source: RandomExperts) -> None:
     """An empty bank would make a node that can answer nothing."""
     empty = PlacedNode(name="spark0", tier="spark", rows=())
-    plan = Placement(version=1, model_digest="model-a", shape=SHAPE, policy="test", nodes=(empty,))
+    plan = Placement(version=2, model_digest="model-a", shape=SHAPE, policy="test", nodes=(empty,))
     with pytest.raises(PlacementError, match="gives node spark0 no experts"):
         build(source, plan, "spark0", tmp_path / "spark0.k3bank")
 

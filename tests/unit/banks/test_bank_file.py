@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from shared.core.errors import BankError
-from shared.io import bank_file
-from shared.io.bank_file import BankFile, FaultKind, load_arena, verify
+from shared.io.arena import LoadPlan, load_arena
+from shared.io.bank_file import BankFile, FaultKind, verify
 from tests.unit.banks.conftest import RandomExperts
 
 
@@ -45,14 +45,16 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("read_bytes", [1, 3 * 4096, bank_file.READ_BYTES])
+@pytest.mark.parametrize(
+    ("step_bytes", "batch_bytes"), [(1, 1), (7 * 4096, 4096), (7 * 4096, 3 * 4096), (2**28, 2**23)]
+)
 def test_arena_holds_every_record(
-    bank_path: Path, source: RandomExperts, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+    bank_path: Path, source: RandomExperts, step_bytes: int, batch_bytes: int
 ) -> None:
-    """Row r of the arena is the record of header.rows[r], whatever the size of a read step."""
-    monkeypatch.setattr(bank_file, "READ_BYTES", read_bytes)
+    """Row r of the arena is the record of header.rows[r], however a load is cut."""
+    plan = LoadPlan(step_bytes=step_bytes, batch_bytes=batch_bytes)
     with BankFile.open(bank_path) as bank:
-        arena = load_arena(bank)
+        arena = load_arena(bank, plan).records
         assert arena.shape == (bank.rows, bank.layout.stride_bytes)
         for row, (layer, expert) in enumerate(bank.header.rows):
             record = source.expert_record(layer, expert)
@@ -104,7 +106,7 @@ def test_unverified_load_does_not_look(bank_path: Path) -> None:
     """Verification can be left to somebody who did it already."""
     patch(bank_path, record_offset(bank_path, 0), b"\xff" * 8)
     with BankFile.open(bank_path) as bank:
-        assert load_arena(bank, verify=False)[0, :8].tobytes() == b"\xff" * 8
+        assert load_arena(bank, LoadPlan(verify=False)).records[0, :8].tobytes() == b"\xff" * 8
 
 
 def cut(count: int) -> Callable[[Path], None]:
@@ -143,7 +145,7 @@ def test_shrinking_file_is_an_error(bank_path: Path) -> None:
     with BankFile.open(bank_path) as bank:
         cut(5000)(bank_path)
         with pytest.raises(BankError, match="became shorter"):
-            load_arena(bank, verify=False)
+            load_arena(bank, LoadPlan(verify=False))
 
 
 def test_open_gives_back_its_descriptor(bank_path: Path) -> None:

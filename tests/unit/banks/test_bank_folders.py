@@ -174,7 +174,7 @@ def test_list_tells_whole_unfinished_and_damaged(bank_path: Path, placement: Pla
     lines = run("ls", folder).output.splitlines()
     assert len(lines) == 3
     assert "unfinished, 11 records: build the same bank again to go on" in lines[1]
-    assert f"12 records for node spark0, digest {digest}" in lines[2]
+    assert f"12 row-major records for node spark0, digest {digest}" in lines[2]
     journal_path(late).unlink()
     assert "unfinished, 0 records" in run("ls", folder).output
 

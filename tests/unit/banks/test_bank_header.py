@@ -22,6 +22,7 @@ from shared.core.bank_header import (
     stored_digest,
 )
 from shared.core.errors import BankError
+from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape
 from shared.io.bank_file import blake3_digest
 
@@ -63,6 +64,19 @@ def test_round_trip() -> None:
     assert header_block_bytes(block[:PREFIX_BYTES], source="x") == len(block)
     assert encode(HEADER, hasher=blake3_digest) == block
     assert read(block + b"records") == HEADER, "what follows the block is not the header's affair"
+
+
+def test_layout_of_the_records_follows_the_header() -> None:
+    """Both orders are read; only sizes that have one are, and row-major blocks keep their bytes."""
+    shape = ExpertShape(latent=128, width=256)
+    for order in ("row-major", "interleaved-4"):
+        header = msgspec.structs.replace(HEADER, shape=shape, layout=order)
+        again = read(encode(header, hasher=blake3_digest))
+        assert again == header
+        assert again.record_layout == RecordLayout(shape, order)
+    assert stored_digest(encode(HEADER, hasher=blake3_digest)).hex() == (
+        "fbf93ef4f0e88bd4eb4931b08836a8a71766714938b5737eb1a1ce5305fb87f2"
+    ), "a row-major bank built by an older version would get another digest"
 
 
 def test_digest_covers_hashes_of_records() -> None:
@@ -114,6 +128,14 @@ def test_malformed_blocks_are_named(block: bytes, named: str) -> None:
         ({"name": "../etc"}, "name"),
         ({"tier": "disk"}, "tier"),
         ({"layout": "blk4"}, "layout"),
+        (
+            {"layout": "interleaved-4"},
+            "latent 48 and width 32 cannot be stored interleaved-4, which needs multiples of 128",
+        ),
+        (
+            {"layout": "interleaved-4", "shape": {"latent": 128, "width": 144}},
+            "latent 128 and width 144 cannot be stored interleaved-4",
+        ),
         ({"shape": {"latent": 40, "width": 32}}, "multiples of 16"),
         ({"shape": {"latent": -16, "width": 32}}, "latent"),
         ({"rows": []}, "rows"),

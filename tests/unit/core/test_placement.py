@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -138,7 +140,8 @@ def test_an_unknown_node_is_named_with_the_known_ones() -> None:
 
 def spoiled(change: str) -> bytes:
     """The tiny placement with one defect."""
-    data = json.loads(encode(balanced("digest", TINY, NODES)))
+    file = json.loads(encode(with_copies()))
+    data = file["placement"]
     first = data["nodes"][0]["rows"]
     match change:
         case "dropped":
@@ -159,10 +162,27 @@ def spoiled(change: str) -> bytes:
         case "extra field":
             data["colour"] = "red"
         case "version":
-            data["version"] = 2
+            data["version"] = 3
         case "name":
             data["nodes"][0]["name"] = "../etc"
-    return json.dumps(data).encode()
+        case "copy at home":
+            data["nodes"][0]["copies"].append(first[0])
+        case "copy twice":
+            data["nodes"][0]["copies"] *= 2
+        case "copy beyond":
+            data["nodes"][0]["copies"][0] = [1, 8]
+    with contextlib.suppress(msgspec.ValidationError):  # else nobody gets as far as the checksum
+        file["checksum"] = msgspec.convert(data, Placement).digest
+    return json.dumps(file).encode()
+
+
+def with_copies() -> Placement:
+    """The tiny placement; the first node has copies of two experts of each other node."""
+    placement = balanced("digest", TINY, NODES)
+    hbm, *others = placement.nodes
+    copies = tuple(key for node in others for key in node.rows[:2])
+    nodes = (msgspec.structs.replace(hbm, copies=copies), *others)
+    return msgspec.structs.replace(placement, nodes=nodes, trace_digest="t" * 64)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +198,13 @@ def spoiled(change: str) -> bytes:
         ("extra field", "not a placement"),
         ("version", "not a placement"),
         ("name", "not a placement"),
+        ("copy at home", "holds layer 1 expert . twice"),
+        ("copy twice", "holds layer . expert . twice"),
+        ("copy beyond", "outside layers"),
     ],
 )
 def test_a_defect_is_one_error_that_names_file_and_place(change: str, said: str) -> None:
-    """Conservation is checked on reading; hostile sizes allocate nothing (case B12)."""
+    """Conservation is checked on reading (P1, P5); hostile sizes allocate nothing (case B12)."""
     with pytest.raises(PlacementError, match=said) as caught:
         decode(spoiled(change), source="p.json")
     assert "p.json" in str(caught.value)
@@ -197,4 +220,38 @@ def test_garbage_is_refused() -> None:
 def test_check_counts_what_is_missing() -> None:
     """A placement built by hand is held to the same law."""
     with pytest.raises(PlacementError, match="16 experts are not placed exactly once"):
-        check(Placement(1, "digest", TINY, "by hand", (PlacedNode("a", "spark", ()),)))
+        check(Placement(2, "digest", TINY, "by hand", (PlacedNode("a", "spark", ()),)))
+
+
+def test_copies_follow_the_rows_of_a_bank_and_change_no_home() -> None:
+    """A node that ignores copies finds every expert where it was."""
+    plain, placement = balanced("digest", TINY, NODES), with_copies()
+
+    hbm = placement.node("hbm")
+    assert len(hbm.copies) == 4
+    assert hbm.bank_rows == plain.node("hbm").rows + hbm.copies
+    for ours, theirs in zip(placement.homes(), plain.homes(), strict=True):
+        assert (ours == theirs).all()
+    assert placement.digest != plain.digest
+    assert decode(encode(placement), source="p.json") == placement
+
+
+def test_every_flipped_byte_is_refused() -> None:
+    """A file is served from only as it was written, whichever byte was hit."""
+    data = encode(with_copies())
+    for at in range(len(data)):
+        for bit in (0, 3, 5):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            with pytest.raises(PlacementError, match=r"p\.json"):
+                decode(bytes(flipped), source="p.json")
+    edited = data.replace(b'"balanced"', b'"balances"')
+    with pytest.raises(PlacementError, match="checksum"):
+        decode(edited, source="p.json")
+
+
+def test_the_format_before_is_refused_with_a_remedy() -> None:
+    """What an older version wrote has no copies and no checksum: it is not guessed at."""
+    old = {"version": 1, "model_digest": "m", "shape": {}, "policy": "balanced", "nodes": []}
+    with pytest.raises(PlacementError, match=r"format 1, this program reads 2.*k3 pod init"):
+        decode(json.dumps(old).encode(), source="p.json")

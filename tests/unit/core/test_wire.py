@@ -20,6 +20,7 @@ BANK = wire.BankFacts(
     name="spark0", model_digest="m", placement_digest="p", shape=ExpertShape(32, 16), rows=9
 )
 TO_STATION: list[wire.ToStation] = [
+    wire.Loading(phase="staging", done_bytes=3, total_bytes=2**40, **SIGNED),
     wire.Hello(
         protocol=1, tier="spark", pid=77, bank=BANK, kernel_id=65537, kernel_name="cpu", **SIGNED
     ),

@@ -19,6 +19,7 @@ from station.http.app import build_app
 from station.http.chat import ChatParts
 from station.http.limits import EndpointLimits
 from station.http.metrics import HttpCounters
+from station.http.routing import RoutingParts
 from station.http.server import listen, serve
 from station.tokenizer.vocabulary import Tokenizer
 
@@ -137,6 +138,7 @@ def starter(tokenizer: Tokenizer) -> Start:
         limits: EndpointLimits | None = None,
         token: str | None = None,
         grace_s: int = 1,
+        routing: Callable[[asyncio.Event], RoutingParts] | None = None,
     ) -> AsyncIterator[Endpoint]:
         backend = ScriptedBackend(tokenizer, script)
         log = LogCapture()
@@ -154,10 +156,9 @@ def starter(tokenizer: Tokenizer) -> Start:
         listener = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         stop = asyncio.Event()
+        app = build_app(parts, token=token, routing=None if routing is None else routing(stop))
         async with asyncio.TaskGroup() as group:
-            group.create_task(
-                serve(build_app(parts, token=token), listener, stop=stop, grace_s=grace_s)
-            )
+            group.create_task(serve(app, listener, stop=stop, grace_s=grace_s))
             async with httpx.AsyncClient(
                 base_url=url, timeout=10, verify=False, trust_env=False
             ) as client:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.core.errors import ConfigError, LocalProtocolError
-from shared.core.record import RecordLayout
+from shared.core.record import RecordLayout, RecordOrder
 from shared.core.shape import ExpertShape
 from shared.kernels.codecs import bf16_bits, bf16_float, nvfp4_decode
 from shared.kernels.expert import ExpertKernel
@@ -258,11 +258,15 @@ def test_activation_error_bound() -> None:
     assert np.isnan(h[7])
 
 
-@pytest.mark.parametrize("sizes", [(272, 144), (16, 16)])
-def test_cpu_reads_no_byte_beyond_its_record(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [((272, 144), "row-major"), ((16, 16), "row-major"), ((128, 128), "interleaved-4")],
+)
+def test_cpu_reads_no_byte_beyond_its_record(sizes: tuple[int, int], order: RecordOrder) -> None:
     """The last record ends where the mapping ends; the page behind it is forbidden.
 
-    Rows end inside a chunk in both shapes; a whole chunk would reach over the smaller one's end.
+    Rows end inside a chunk in two shapes; a whole chunk would reach over the smaller one's end.
+    With one chunk in every matrix a record is the same in both orders.
     """
     shape = ExpertShape(*sizes)
     layout = RecordLayout(shape)
@@ -278,10 +282,9 @@ def test_cpu_reads_no_byte_beyond_its_record(sizes: tuple[int, int]) -> None:
     record = expert_record(shape, 3)[: stride - slack]
     view[stride + slack : 2 * stride] = record
     z = activations(1, shape.latent, seed=7)
-    rows = compute(select_kernel(shape, "cpu"), arena, [1], [0], z)
-    again = compute(
-        select_kernel(shape, "cpu"), arena_of(shape, [expert_record(shape, 3)]), [0], [0], z
-    )
+    kernel = select_kernel(shape, "cpu", order)
+    rows = compute(kernel, arena, [1], [0], z)
+    again = compute(kernel, arena_of(shape, [expert_record(shape, 3)]), [0], [0], z)
     assert np.array_equal(rows, again)
     assert libc.mprotect(ctypes.c_void_p(forbidden), mmap.PAGESIZE, 3) == 0
 

@@ -103,7 +103,8 @@ def test_a_full_disk_costs_the_holders_name_not_the_lock(
 
 @given(
     values=st.dictionaries(
-        st.from_regex(r"[a-z_]{1,12}", fullmatch=True), TEXT | st.integers(0) | st.booleans()
+        st.from_regex(r"[a-z_]{1,12}", fullmatch=True),
+        TEXT | st.integers(0) | st.booleans() | st.lists(TEXT),
     )
 )
 def test_toml_reads_back(values: dict[str, toml.Value]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from services.bank_service import config as bank_service_configs
+from services.banks.builder import build
 from services.pod.children import children_of, environment
 from services.pod.layout import PodLayout, PodPaths
 from services.pod.prepare import PodPlan, place, prepare
@@ -16,7 +19,8 @@ from shared.core.errors import CheckpointError, ConfigError, KeyRefused, Placeme
 from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape, ModelShape
 from shared.io import keys
-from shared.io.bank_file import BankFile, load_arena
+from shared.io.arena import load_arena
+from shared.io.bank_file import BankFile
 from shared.io.process import PARENT_VARIABLE
 from spark_daemon import config as node_configs
 from station import config as station_configs
@@ -114,7 +118,7 @@ def test_every_setting_file_is_accepted_by_its_daemon(tmp_path: Path) -> None:
         with BankFile.open(Path(config.bank)) as bank:
             assert bank.header.rows == placement.node(node.name).rows
             assert bank.header.placement_digest == layout.placement_digest
-            arena = load_arena(bank)
+            arena = load_arena(bank).records
         assert [(int(r[0]), int(r[1])) for r in arena] == list(bank.header.rows)
 
 
@@ -174,6 +178,48 @@ def test_only_what_does_not_fit_is_made_again(
     kept = [name for name in before if name.startswith("keys/")]
     assert kept
     assert [after[name] for name in kept] == [before[name] for name in kept]
+
+
+def test_banks_have_the_order_of_the_cpu_kernel(tmp_path: Path) -> None:
+    """Every node of a one-host pod computes on the CPU: interleaved where the sizes allow it, and a
+    bank in the other order is built again."""
+    assert bank_orders(lay_out(tmp_path / "small")) == {"row-major"}
+    wide = ModelShape(
+        layers=2, first_moe_layer=1, experts=8, top_k=2, expert=ExpertShape(latent=256, width=128)
+    )
+    model = WideModel(wide.expert)
+
+    def prepared() -> PodLayout:
+        paths = PodPaths.embedded(tmp_path / "wide")
+        return prepare(paths, plan(), source=model, shape=wide, say=lambda _line: None)
+
+    layout = prepared()
+    assert bank_orders(layout) == {"interleaved-4"}
+    placement = placements.decode(layout.paths.placement.read_bytes(), source="test")
+    build(model, placement, "rtx", layout.paths.bank("rtx"), layout="row-major", replace=True)
+    assert prepared().banks_built == ("rtx",)
+    assert bank_orders(layout) == {"interleaved-4"}
+    assert prepared().banks_built == ()
+
+
+class WideModel(Model):
+    """Experts of another shape, all zeros."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        super().__init__()
+        self.layout = RecordLayout(shape)
+
+    def expert_record(self, layer: int, expert: int) -> bytes:
+        return bytes(self.layout.record_bytes)
+
+
+def bank_orders(layout: PodLayout) -> set[str]:
+    """The orders of a pod's banks."""
+    orders = set()
+    for node in layout.nodes:
+        with BankFile.open(layout.paths.bank(node.name)) as bank:
+            orders.add(bank.header.layout)
+    return orders
 
 
 @pytest.mark.parametrize("damage", [b"", b"K3BANK\0\1 and then nothing", b"something else"])
@@ -263,6 +309,21 @@ def test_a_pod_for_systemd_is_seen_from_its_own_root(tmp_path: Path) -> None:
     assert outside == []
 
 
+def test_the_bank_service_serves_what_was_built(tmp_path: Path) -> None:
+    """Its own loader reads the settings: same key, nodes, banks and model as the Station's."""
+    model = tmp_path / "model"
+    model.mkdir()
+    layout = lay_out(tmp_path / "pod", checkpoint=model, banks_port=4322)
+
+    config = bank_service_configs.load(layout.paths.banks_config, {})
+
+    station = station_configs.load(layout.paths.station_config)
+    assert config.address == "tcp://127.0.0.1:4322"
+    assert (config.secret_key, config.allow_list) == (station.secret_key, station.allow_list)
+    assert config.checkpoint == station.checkpoint
+    assert [Path(folder) for folder in config.folders] == [layout.paths.bank("rtx").parent]
+
+
 def test_the_processes_of_a_pod(tmp_path: Path) -> None:
     """Station first; every process with its own settings file and one compute thread."""
     layout = lay_out(tmp_path)
@@ -270,14 +331,27 @@ def test_the_processes_of_a_pod(tmp_path: Path) -> None:
     children = children_of(layout)
     environ = environment({"A": "1", "NOTIFY_SOCKET": "/s", "OMP_NUM_THREADS": "8"}, parent_pid=42)
 
-    assert [child.name for child in children] == ["station", "grace", "rtx", "spark0", "spark1"]
-    assert [child.is_station for child in children] == [True, False, False, False, False]
+    assert [child.name for child in children] == [
+        "station", "grace", "rtx", "spark0", "spark1", "banks",
+    ]  # fmt: skip
+    assert [child.is_station for child in children] == [True, *[False] * 5]
     for child in children:
         assert Path(child.argv[-1]).is_file()
-    assert children[-1].argv[2:4] == ("spark_daemon", "spark1")
+    assert children[-2].argv[2:4] == ("spark_daemon", "spark1")
     assert environ["OMP_NUM_THREADS"] == "1"
     assert environ[PARENT_VARIABLE] == "42"
     assert environ["A"] == "1"
     assert environ["PYTHONSAFEPATH"] == "1"
     # systemd talks to `k3 up`, not to its children
     assert "NOTIFY_SOCKET" not in environ
+
+
+def test_a_placement_of_the_format_before_is_made_anew(tmp_path: Path) -> None:
+    """A pod that an older version laid out starts with this one: nothing is to be done by hand."""
+    layout = lay_out(tmp_path)
+    old = {"version": 1, "model_digest": "m", "shape": {}, "policy": "balanced", "nodes": []}
+    layout.paths.placement.write_text(json.dumps(old))
+
+    again = lay_out(tmp_path)
+    data = again.paths.placement.read_bytes()
+    assert placements.decode(data, source="test").digest == again.placement_digest

@@ -83,6 +83,25 @@ async def test_people_see_every_node_with_its_counters(start: Start, capsys: Cap
 
 
 @pytest.mark.asyncio
+async def test_people_see_how_far_a_load_is(start: Start, capsys: Capture) -> None:
+    """Percent and GiB of a bank on its way; one whose size is not known yet has only its word."""
+    gib = 2**30
+    nodes = [
+        node("spark0", state="loading",
+             loading={"done_bytes": int(42.5 * gib), "total_bytes": int(98.7 * gib)}),
+        node("spark1", state="staging", loading={"done_bytes": 0, "total_bytes": 0}),
+        node("spark2", loading=None),
+    ]  # fmt: skip
+    async with start() as endpoint:
+        assert await k3(endpoint, {**STATUS, "nodes": nodes}) == 0
+    lines = capsys.readouterr().out.splitlines()
+
+    assert any("loading 43 % (42.5 of 98.7 GiB)" in line for line in lines)
+    (staging,) = (line.split() for line in lines if line.startswith("spark1"))
+    assert staging[:4] == ["spark1", "spark", "staging", "1048577"]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 async def test_a_pod_that_is_not_ready_is_status_1(
     start: Start, capsys: Capture, arguments: tuple[str, ...]

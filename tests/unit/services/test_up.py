@@ -162,7 +162,7 @@ def test_the_children_of_a_killed_pod_end(tmp_path: Path, checkpoint: Path) -> N
     """SIGKILL of `k3 up` itself leaves no daemon behind."""
     with running(tmp_path, "--sparks", "1", checkpoint=checkpoint) as pod:
         children = pod.children()
-        assert len(children) == 4
+        assert len(children) == 5
 
         pod.process.kill()
 
@@ -177,7 +177,7 @@ def test_a_pod_stops_cleanly_and_starts_again_with_what_it_has(
     banks: list[dict[str, int]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         with running(tmp_path, "--sparks", "1", checkpoint=checkpoint) as pod:
-            assert set(pod.children()) == {"station", "grace", "rtx", "spark0"}
+            assert set(pod.children()) == {"station", "grace", "rtx", "spark0", "banks"}
             tokens.append(pod.tokens("Hi", max_tokens=6))
             banks.append({p.name: p.stat().st_ino for p in tmp_path.glob("banks/*")})
             started = time.monotonic()

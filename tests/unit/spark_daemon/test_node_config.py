@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import errno
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +29,6 @@ from spark_daemon.canary import CanaryFailed, prove, prove_again
 from spark_daemon.executor import BankIndex, Executor
 from spark_daemon.health import Attested, Vitals, recheck_canary
 from spark_daemon.held_lease import check_offer
-from spark_daemon.pinning import limit_error, pin
 from spark_daemon.session import refusal
 from tests.support.fake_station import RING, Home, kernel, own_arena
 
@@ -209,65 +205,6 @@ def test_offers_are_checked_before_anything_is_allocated(
     check_offer(offered(), latent=RING.latent, bank_rows=4)
     with pytest.raises(RemoteProtocolError, match=said):
         check_offer(offered(**changes), latent=latent, bank_rows=4)
-
-
-# Pinning
-
-
-def test_pinned_memory_counts_as_locked() -> None:
-    """The real call on real memory, where the limit allows it."""
-    size = 2**20
-    memory = np.ones(size, np.uint8)
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit != resource.RLIM_INFINITY and limit < 2 * size:
-        pytest.skip(f"RLIMIT_MEMLOCK is {limit} bytes here")
-    before = locked_kib()
-    pin(memory)
-    try:
-        assert locked_kib() >= before + size // 1024
-    finally:
-        libc = ctypes.CDLL(None)
-        libc.munlock(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(size))
-
-
-def locked_kib() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmLck:")[1].split()[0])
-
-
-def test_a_low_limit_is_named_with_its_remedy(tmp_path: Path) -> None:
-    """Case B7: LimitMEMLOCK=8M names the limit, its value and the unit's line to change."""
-    limit = 8 * 2**20
-    code = (
-        "import numpy as np; from spark_daemon.pinning import pin\n"
-        "try: pin(np.ones(16 * 2**20, np.uint8))\n"
-        "except Exception as error: print(type(error).__name__, error)"
-    )
-
-    def confine() -> None:
-        # root may lock without limit: take CAP_IPC_LOCK (14) out of what exec grants
-        ctypes.CDLL(None).prctl(24, 14, 0, 0, 0)
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
-
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        preexec_fn=confine,
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=True,
-    )
-
-    assert done.stdout.startswith("ConfigError")
-    for part in ("RLIMIT_MEMLOCK", f"{limit} bytes", "LimitMEMLOCK=infinity", f"{16 * 2**20}"):
-        assert part in done.stdout
-
-
-def test_other_reasons_are_not_blamed_on_the_limit() -> None:
-    """Only the errors that a limit causes talk about one."""
-    assert "LimitMEMLOCK" not in str(limit_error(errno.EINVAL, needed_bytes=1, limit_bytes=1))
-    unlimited = limit_error(errno.ENOMEM, needed_bytes=1, limit_bytes=resource.RLIM_INFINITY)
-    assert "unlimited" in str(unlimited)
 
 
 # Canary

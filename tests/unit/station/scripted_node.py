@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import structlog
 from structlog.testing import CapturingLogger
@@ -40,9 +41,12 @@ def now_us() -> int:
 
 
 def placement() -> Placement:
-    """The Station's own tier and two nodes."""
+    """The Station's own tier and two nodes; spark0 has copies of the Station's experts too."""
     nodes = [("hbm", "hbm", 1.0), ("spark0", "spark", 1.0), ("spark1", "spark", 1.0)]
-    return balanced(TinyExperts.digest, MODEL, nodes)
+    placed = balanced(TinyExperts.digest, MODEL, nodes)
+    hbm, spark0, spark1 = placed.nodes
+    copied = msgspec.structs.replace(spark0, copies=hbm.rows)
+    return msgspec.structs.replace(placed, nodes=(hbm, copied, spark1))
 
 
 @dataclass
@@ -75,7 +79,7 @@ class ScriptedNode:
                 model_digest=TinyExperts.digest,
                 placement_digest=placement().digest,
                 shape=MODEL.expert,
-                rows=len(placed.rows),
+                rows=len(placed.bank_rows),
             ),
             "kernel_id": kernel().kernel_id,
             "kernel_name": "cpu",
@@ -104,7 +108,7 @@ class ScriptedNode:
 
     def canary_row(self, offer: wire.LeaseOffer) -> bytes:
         """The right answer to an offer's canary."""
-        layer, expert = placement().node(self.name).rows[offer.canary_bank_row]
+        layer, expert = placement().node(self.name).bank_rows[offer.canary_bank_row]
         record = TinyExperts().expert_record(layer, expert)
         arena = np.zeros((1, RecordLayout(MODEL.expert).stride_bytes), np.uint8)
         arena[0, : len(record)] = np.frombuffer(record, np.uint8)
@@ -114,6 +118,14 @@ class ScriptedNode:
         """A heartbeat under an epoch."""
         counters = wire.NodeCounters(dispatches=3, rows=4, refused_rows=0, corrupt_dispatches=0)
         self.link.send(wire.Heartbeat(**self.signed(), epoch=epoch, busy=False, counters=counters))
+
+    def load(self, done_bytes: int, total_bytes: int) -> None:
+        """Say how far its bank is."""
+        self.link.send(
+            wire.Loading(
+                **self.signed(), phase="loading", done_bytes=done_bytes, total_bytes=total_bytes
+            )
+        )
 
     async def join(self) -> int:
         """Hello to grant; the epoch."""
@@ -140,20 +152,26 @@ class Station:
 
     async def node(self, name: str = "spark0") -> ScriptedNode:
         """A node that is connected and has said nothing yet."""
-        link: NodeLink[wire.ToNode, wire.ToStation] = await self.stack.enter_async_context(
-            connect(
-                self.nodes.link.address,
-                keys=keys.load_secret(self.home / "nodes" / f"{name}.key_secret"),
-                station_key=keys.load_secret(self.home / "station" / "station.key_secret").public,
-                decode=wire.decode_to_node,
-                encode=wire.encode,
-                tasks=self.tasks,
-                settings=CALM,
-            )
-        )
-        node = ScriptedNode(name, link)
-        self.stack.callback(node.close)
-        return node
+        return await self.stack.enter_async_context(self.passing_node(name))
+
+    @asynccontextmanager
+    async def passing_node(self, name: str = "spark0") -> AsyncIterator[ScriptedNode]:
+        """The same for a while: leaving the block closes its connection."""
+        link: NodeLink[wire.ToNode, wire.ToStation]
+        async with connect(
+            self.nodes.link.address,
+            keys=keys.load_secret(self.home / "nodes" / f"{name}.key_secret"),
+            station_key=keys.load_secret(self.home / "station" / "station.key_secret").public,
+            decode=wire.decode_to_node,
+            encode=wire.encode,
+            tasks=self.tasks,
+            settings=CALM,
+        ) as link:
+            node = ScriptedNode(name, link)
+            try:
+                yield node
+            finally:
+                node.close()
 
     def state(self, name: str = "spark0") -> str:
         """State of a node's lease."""

@@ -15,8 +15,9 @@ from station.coordinator import Coordinator
 from station.engine import Engine, Stop
 from station.expert_path import OnMiss
 from station.membership import Membership
+from station.routing_tap import RoutingTap
 from tests.unit.station.toy_model import ToyModel
-from tests.unit.station.world import World
+from tests.unit.station.world import SHAPE, World
 
 PATIENCE_S = 10.0
 
@@ -44,6 +45,7 @@ class Pod:
             was_complete=False,
             missing=lambda: ["spark0"],
         )
+        self.tap = RoutingTap(SHAPE)
         self.coordinator = Coordinator(
             model=self.model,
             model_name="toy",
@@ -52,6 +54,7 @@ class Pod:
             engine=self.engine,
             nodes=self.nodes,  # duck-typed: no socket is needed here
             admission=Admission(limits),
+            tap=self.tap,
             now_us=self.world.clock.now_us,
             log=structlog.wrap_logger(
                 structlog.PrintLogger(),

@@ -20,8 +20,9 @@ from station.channel import NodeChannel
 from station.deadline import DeadlinePolicy
 from station.engine import Attach, Detach, Engine, Start, Stop
 from station.lane import Lane, StepTimes
+from station.routing_tap import RoutingTap
 from tests.unit.station.toy_model import ToyModel, request
-from tests.unit.station.world import NODE, RING, World
+from tests.unit.station.world import NODE, RING, SHAPE, World
 
 LANES, MAX_TOKENS, PREFILL_TOKENS = 4, 24, 12
 PATIENCE_S = 30.0
@@ -143,7 +144,8 @@ def test_no_fault_of_a_node_changes_a_token(seed: int) -> None:
         over.release()
 
     for each, events in zip(requests, got, strict=True):
-        lane = Lane(each, model, path, PREFILL_TOKENS, events.append, now_us, StepTimes())
+        tap = RoutingTap(SHAPE)
+        lane = Lane(each, model, path, PREFILL_TOKENS, events.append, now_us, StepTimes(), tap)
         engine.send(Start(lane, done))
     with ThreadPoolExecutor() as pool:
         leases: list[Lease] = []

@@ -9,8 +9,9 @@ from shared.core import lease as leases
 from shared.core.lease import LeaseState
 from shared.core.placement import Placement, balanced
 from shared.core.shape import ExpertShape, ModelShape
-from shared.core.wire import PROTOCOL_VERSION, BankFacts, Hello
+from shared.core.wire import PROTOCOL_VERSION, BankFacts, Hello, Loading
 from station.membership import (
+    LOADING_US_MAX,
     MISSES_TO_LOSE,
     Acknowledge,
     CanaryJudged,
@@ -20,6 +21,9 @@ from station.membership import (
     HelloCame,
     LayerMissed,
     LayerServed,
+    LoadingCame,
+    LoadingEnded,
+    LoadReport,
     Membership,
     NodeEnded,
     Offer,
@@ -200,3 +204,61 @@ def test_what_does_not_belong_is_refused_for_good(
     assert (refuse.code, refuse.permanent) == (code, True)
     assert words in refuse.text
     assert members.last_epoch == 100
+
+
+def loading(
+    node: str = "spark0", done_bytes: int = 1, *, now_us: int = 0, incarnation: int = 1
+) -> LoadingCame:
+    """A node that says how far its bank is."""
+    message = Loading(
+        sender=node, incarnation=incarnation, phase="loading", done_bytes=done_bytes, total_bytes=9
+    )
+    return LoadingCame(message, now_us)
+
+
+def test_a_load_is_remembered_and_decides_nothing(members: Membership) -> None:
+    """The last report counts; no action follows, and no other node is touched."""
+    assert members.apply(loading(done_bytes=1, now_us=5)) == []
+    assert members.apply(loading(done_bytes=4, now_us=7)) == []
+    members.apply(loading("spark1"))
+
+    assert members.loads["spark0"] == LoadReport("loading", 4, 9, 7)
+    assert members.leases == {}
+    assert members.last_epoch == 100
+
+
+def test_a_load_is_forgotten_when_its_node_joins_leaves_or_falls_silent(
+    members: Membership,
+) -> None:
+    """Hello, departure, five seconds: none of them leaves a node loading for ever."""
+    members.apply(loading())
+    join(members)
+    assert members.loads == {}
+
+    members.apply(loading("spark1", now_us=10))
+    members.apply(LoadingEnded("spark1"))
+    assert members.loads == {}
+    members.apply(LoadingEnded("spark1"))  # of a second connection
+
+    members.apply(loading("spark1", now_us=10))
+    members.apply(TimePassed(10 + LOADING_US_MAX))
+    assert "spark1" in members.loads
+    members.apply(TimePassed(11 + LOADING_US_MAX))
+    assert members.loads == {}
+
+
+def test_a_node_that_serves_does_not_load(members: Membership) -> None:
+    """A second process of its name is not shown, until the first is lost."""
+    epoch = join(members)
+    members.apply(loading(incarnation=2))
+    assert members.loads == {}
+
+    members.apply(NodeEnded("spark0", epoch, "unplugged"))
+    members.apply(loading(incarnation=2))
+    assert set(members.loads) == {"spark0"}
+
+
+def test_a_node_that_was_never_placed_is_not_remembered(members: Membership) -> None:
+    """What is kept is bounded by the placement."""
+    members.apply(loading("stranger"))
+    assert members.loads == {}

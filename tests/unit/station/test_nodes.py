@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,35 @@ async def test_a_node_joins_beats_and_leaves(tmp_path: Path) -> None:
         assert (stats.losses, stats.last_loss) == (1, "goodbye: done")
 
 
+async def test_a_loading_node_is_known_until_its_link_closes(tmp_path: Path) -> None:
+    """Progress arrives over a link of its own; the join that follows is a join like any other."""
+    async with station(tmp_path) as pod:
+        loads = pod.nodes.membership.loads
+        async with pod.passing_node() as reporter:
+            reporter.load(3, 8)
+            await pod.until("known", lambda: "spark0" in loads)
+            assert (loads["spark0"].done_bytes, loads["spark0"].total_bytes) == (3, 8)
+            assert pod.nodes.missing() == ["spark0", "spark1"]
+            loads["spark0"] = replace(loads["spark0"], came_us=2**62)  # not forgotten by silence
+        await pod.until("forgotten", lambda: not loads)
+        node = await pod.node()
+        await serves(pod, node)
+
+
+async def test_a_second_process_that_loads_takes_no_answers(tmp_path: Path) -> None:
+    """The node that serves hears of its lease, whatever another process of its name says."""
+    async with station(tmp_path) as pod:
+        node, second = await pod.node(), await pod.node()
+        epoch = await serves(pod, node)
+        before = pod.nodes.link.counters.received
+        second.load(3, 8)
+        await pod.until("heard", lambda: pod.nodes.link.counters.received > before)
+        node.beat(epoch)
+
+        assert (await node.expect(wire.HeartbeatSeen)).epoch == epoch
+        assert pod.nodes.membership.loads == {}
+
+
 async def test_complete_once_is_remembered(tmp_path: Path) -> None:
     """Readiness does not depend on whether a probe came while the pod was whole."""
     async with station(tmp_path) as pod:
@@ -78,6 +108,25 @@ async def test_any_bytes_may_come_as_a_canary(tmp_path: Path, row: bytes) -> Non
         assert "wrong canary row" in stats.last_loss, "the status says why it does not serve"
         assert stats.losses == 0, "it never served"
         await serves(pod, node)
+
+
+async def test_a_canary_may_be_asked_of_a_copy(tmp_path: Path) -> None:
+    """The rows of a bank are a node's own experts, then the copies: both ends count them alike."""
+    spark0 = placement().node("spark0")
+    async with station(tmp_path) as pod:
+        node = await pod.node()
+        asked: set[bool] = set()
+        for _ in spark0.bank_rows:  # every lease asks of the next row
+            node.hello()
+            offer = await node.expect(wire.LeaseOffer)
+            asked.add(offer.canary_bank_row >= len(spark0.rows))
+            node.accept(offer)
+            epoch = (await node.expect(wire.LeaseGranted)).epoch
+            node.link.send(wire.Goodbye(**node.signed(), epoch=epoch, reason="again"))
+            await node.expect(wire.LeaseRevoked)
+            if len(asked) == 2:
+                return
+        raise AssertionError(f"asked of copies: {asked}")
 
 
 def descriptors() -> dict[str, dict[str, Any]]:
@@ -331,7 +380,7 @@ async def test_a_node_without_experts_is_never_missed(tmp_path: Path) -> None:
     """The placement may leave a node empty; the pod is ready without it."""
     async with station(tmp_path) as pod:
         first, *rest = placement().nodes[1:]
-        empty = msgspec.structs.replace(first, rows=())
+        empty = msgspec.structs.replace(first, rows=(), copies=())
         shrunk = msgspec.structs.replace(placement(), nodes=(placement().nodes[0], empty, *rest))
         pod.nodes.membership.placement = shrunk
 

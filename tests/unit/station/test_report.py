@@ -11,6 +11,7 @@ from shared.core.lease import Attested, Ended, Lease
 from shared.core.wire import NodeCounters
 from station import report
 from station.lane import StepTimes
+from station.membership import LoadReport
 from tests.unit.station.small_pod import Pod, small_pod
 from tests.unit.station.toy_model import request
 from tests.unit.station.world import NODE
@@ -53,6 +54,22 @@ async def test_a_node_is_what_its_lease_is() -> None:
         ):
             pod.nodes.membership.leases["spark0"] = after
             assert (node(pod)["state"], node(pod)["epoch"]) == (state, 41)
+
+
+async def test_a_loading_node_says_how_far_it_is() -> None:
+    """Instead of absent or lost; the numbers are bytes."""
+    async with small_pod() as pod:
+        members = pod.nodes.membership
+        members.loads["spark0"] = LoadReport("staging", 3, 8, 0)
+        assert (node(pod)["state"], node(pod)["epoch"]) == ("staging", 0)
+
+        members.leases["spark0"] = Lease.offer("spark0", 41, 0).apply(Ended(41, "unplugged"))
+        members.loads["spark0"] = LoadReport("loading", 5, 8, 0)
+        assert (node(pod)["state"], node(pod)["epoch"]) == ("loading", 41)
+        assert node(pod)["loading"] == {"done_bytes": 5, "total_bytes": 8}
+
+        members.loads.clear()
+        assert (node(pod)["state"], node(pod)["loading"]) == ("lost", None)
 
 
 async def test_means_are_over_answers() -> None:

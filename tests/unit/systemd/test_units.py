@@ -15,13 +15,21 @@ from pathlib import Path
 import pytest
 
 from services.pod.layout import PodPaths, unit_of
-from shared.core.errors import EXIT_CONFIG
+from shared.core.errors import EXIT_CONFIG, EXIT_TEMPFAIL
+from shared.core.loading import WAIT_US
 from spark_daemon.config import BANK_ROOT, CONFIG_ROOT
 
 ROOT = Path(__file__).resolve().parents[3]
 UNITS = ROOT / "systemd"
-SERVICES = ("k3-spark@.service", "k3-grace.service", "k3-rtx.service", "k3-station.service")
+SERVICES = (
+    "k3-spark@.service",
+    "k3-grace.service",
+    "k3-rtx.service",
+    "k3-station.service",
+    "k3-banks.service",
+)
 NODES = SERVICES[:3]
+PINNING = SERVICES[:4]
 EXPOSURE_MAX = 20  # tenths: 2.0 is "OK" in systemd's words
 BIN = "/opt/k3/venv/bin/"
 
@@ -111,6 +119,16 @@ def test_a_refused_setting_is_not_retried(name: str) -> None:
     assert int(unit["Unit"]["StartLimitIntervalSec"]) >= 10
 
 
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_that_waits_for_memory_is_never_given_up(name: str) -> None:
+    """Status 75 comes after a wait, and is tried again: that must not reach the start limit."""
+    unit = Unit(name)
+    starts = int(unit["Unit"]["StartLimitIntervalSec"]) / (WAIT_US / 1e6)
+
+    assert starts < int(unit["Unit"]["StartLimitBurst"])
+    assert str(EXIT_TEMPFAIL) not in unit["Service"]["RestartPreventExitStatus"].split()
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_readiness_and_watchdog_are_the_daemons_own_word(name: str) -> None:
     """Case D3: the main process alone may notify, and a stuck one is noticed."""
@@ -118,7 +136,21 @@ def test_readiness_and_watchdog_are_the_daemons_own_word(name: str) -> None:
 
     assert (service["Type"], service["NotifyAccess"]) == ("notify", "main")
     assert int(service["WatchdogSec"]) > 0
-    assert service["LimitMEMLOCK"] == "infinity"
+
+
+@pytest.mark.parametrize("name", PINNING)
+def test_who_locks_memory_may(name: str) -> None:
+    """Banks and rings stay in memory."""
+    assert Unit(name)["Service"]["LimitMEMLOCK"] == "infinity"
+
+
+def test_the_bank_service_gives_way() -> None:
+    """Serving banks must not take time, disk or memory from serving users."""
+    service = Unit("k3-banks.service")["Service"]
+
+    assert int(service["CPUWeight"]) <= 10  # the default is 100
+    assert int(service["IOWeight"]) <= 10
+    assert service["MemoryHigh"] == "2G"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -147,7 +179,8 @@ def test_a_unit_runs_a_program_of_the_project(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("unit", "name"), [("k3-spark@.service", "%i"), ("k3-grace.service", "grace"),
-                       ("k3-rtx.service", "rtx"), ("k3-station.service", "station")],
+                       ("k3-rtx.service", "rtx"), ("k3-station.service", "station"),
+                       ("k3-banks.service", "station")],
 )  # fmt: skip
 def test_the_key_is_handed_over_by_systemd(unit: str, name: str) -> None:
     """Only root reads the key file; each service gets a copy under the name the key has."""
@@ -157,6 +190,8 @@ def test_the_key_is_handed_over_by_systemd(unit: str, name: str) -> None:
     assert service["LoadCredential"] == expected
     if unit in NODES:
         assert f"--node-key %d/{name}.key_secret" in service["ExecStart"]
+    if unit == "k3-banks.service":
+        assert f"--secret-key %d/{name}.key_secret" in service["ExecStart"]
 
 
 def test_layout_and_units_mean_the_same_places() -> None:
@@ -186,3 +221,12 @@ def test_one_target_starts_and_stops_all(name: str) -> None:
 
     assert unit["Install"]["WantedBy"] == "k3-pod.target"
     assert unit["Unit"]["PartOf"] == "k3-pod.target"
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_may_write_the_bank_it_pulls(name: str) -> None:
+    """The rest of the system is read-only for it, and the folder belongs to its user."""
+    service = Unit(name)["Service"]
+
+    assert service["ReadWritePaths"] == f"-{BANK_ROOT}"
+    assert f"d {BANK_ROOT} 0755 k3 k3" in (UNITS / "tmpfiles.d" / "k3.conf").read_text()

@@ -1,0 +1,78 @@
+"""A real node process whose bank has the CPU kernel's record order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.banks.builder import build
+from shared.core import wire
+from shared.core.placement import balanced
+from shared.core.record import RecordLayout
+from shared.core.ring_layout import RingShape
+from shared.core.shape import ExpertShape, ModelShape
+from shared.io import keys
+from shared.kernels import canary
+from shared.kernels.select import select_kernel
+from tests.support.expert_records import activations, arena_of, expert_record
+from tests.support.fake_station import Home, NodeProcess, station
+
+SHAPE = ModelShape(2, 1, 4, 2, ExpertShape(latent=256, width=384))
+RING = RingShape(slots=2, max_tokens=4, max_rows=8, latent=256)
+
+
+class Experts:
+    """Four experts as a checkpoint stores them."""
+
+    digest = "wide-model"
+    layout = RecordLayout(SHAPE.expert)
+
+    def read_expert_record(self, _layer: int, expert: int, buffer: memoryview) -> None:
+        buffer[:] = expert_record(SHAPE.expert, expert).tobytes()
+
+    def stored_hash(self, _layer: int, _expert: int) -> None:
+        """Records are stored as they are."""
+
+    def position(self, _layer: int, _expert: int) -> tuple[str, int]:
+        return "", 0
+
+    def release(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Nothing is cached."""
+
+
+@pytest.mark.asyncio
+async def test_rows_of_an_interleaved_bank_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Canary and rows equal what the kernel makes of the stored order; its own canary, which asks
+    the reference kernel, lets the node serve."""
+    keys.create(tmp_path / "station", "station")
+    keys.create(tmp_path / "nodes", "spark0")
+    home = Home(tmp_path, "spark0")
+    placement = balanced(Experts.digest, SHAPE, [("spark0", "spark", 1.0)])
+    header = build(Experts(), placement, "spark0", home.bank, layout="interleaved-4")
+    arena = arena_of(SHAPE.expert, [expert_record(SHAPE.expert, e) for _, e in header.rows])
+    kernel = select_kernel(SHAPE.expert)
+    z = activations(2, 256, seed=1)
+    pairs = np.array([(token, expert) for token in range(2) for expert in range(4)], np.uint16)
+    row_of = header.row_of()
+    bank_rows = np.array([row_of[1, int(expert)] for expert in pairs[:, 1]], np.int32)
+    expected = np.zeros((8, 256), np.uint16)
+    kernel.rows(arena, bank_rows, pairs[:, 0].astype(np.int32), z, expected)
+    async with station(home) as fake:
+        node = NodeProcess.start(home.command(fake.link.address), tmp_path / "node.log")
+        try:
+            await fake.expect(wire.Hello)
+            lease = fake.offer(1, ring_shape=RING)
+            await fake.grant(lease)
+            lease.dispatch(0, 1, 1, pairs, z)
+            _, got_pairs, status, rows = await fake.answer(lease, 0, 1)
+        finally:
+            node.kill()
+
+    assert header.layout == "interleaved-4"
+    assert lease.canary_row == canary.canary_row(kernel, arena, 0, 5).tobytes()
+    assert np.array_equal(got_pairs, pairs)
+    assert not status.any()
+    assert np.array_equal(rows, expected)
