@@ -14,7 +14,7 @@ import msgspec
 
 from shared.core.errors import ConfigError
 from shared.core.loading import WAIT_US
-from shared.core.names import NodeName, checked_name
+from shared.core.names import NodeName, PathText, checked_name
 from shared.core.placement import Tier
 
 CONFIG_ROOT: Final = Path("/etc/k3")
@@ -23,7 +23,6 @@ STATION_ADDRESS: Final = "tcp://127.0.0.1:8381"
 _FILE_BYTES_MAX: Final = 64 * 1024
 _PATHS: Final = ("bank", "station_key", "node_key")
 
-PathText: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 Kind: TypeAlias = Literal["spark", "grace", "rtx"]
 
 

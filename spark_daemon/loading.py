@@ -25,7 +25,7 @@ from shared.core.wire import Loading
 from shared.io.arena import Arena, LoadPlan, LoadProgress, load_arena
 from shared.io.bank_file import BankFile
 from shared.io.link import StationUnreachable
-from shared.io.memory import meminfo_bytes
+from shared.io.memory import total_bytes
 from shared.io.systemd import Notifier
 from shared.io.threads import DaemonThreads
 from spark_daemon.config import NodeConfig
@@ -89,13 +89,15 @@ class LoadReporter:
     async def _report(self, progress: LoadProgress, tasks: asyncio.TaskGroup) -> None:
         async with self.connect(tasks) as link:
             while True:
+                total_bytes = progress.total_bytes
                 link.send(
                     Loading(
                         sender=self.name,
                         incarnation=self.incarnation,
                         phase=progress.phase,
-                        done_bytes=progress.done_bytes,
-                        total_bytes=progress.total_bytes,
+                        # whoever makes progress may move both between our two looks
+                        done_bytes=min(progress.done_bytes, total_bytes),
+                        total_bytes=total_bytes,
                     )
                 )
                 await asyncio.sleep(self.look_us / 1e6)
@@ -137,10 +139,10 @@ async def load_bank(
 
 
 def memory_floor(config: NodeConfig) -> MemoryFloor:
-    """What the settings say, or the default for this machine."""
+    """What the settings say, or the default for this machine, unit or container."""
     floor_bytes = config.memory_floor_bytes
     if floor_bytes is None:
-        floor_bytes = default_floor_bytes(meminfo_bytes("MemTotal") or 0)
+        floor_bytes = default_floor_bytes(total_bytes() or 0)
     return MemoryFloor(floor_bytes, config.memory_wait_us)
 
 
@@ -150,7 +152,11 @@ def bank_title(config: NodeConfig) -> str:
 
 
 def _is_there(bank: str) -> bool:
-    return Path(bank).exists()
+    """Whether there is a file to load; also where nobody may look, which opening it explains."""
+    try:
+        return Path(bank).exists()
+    except OSError:
+        return True
 
 
 async def attend(

@@ -20,6 +20,7 @@ from shared.core.placement import Placement
 from shared.core.ring_layout import RingShape
 from shared.core.wire import ToNode, ToStation
 from shared.io.fabric_shm import ShmFabric
+from shared.io.files import read_file
 from shared.io.link import StationLink
 from shared.kernels.expert import ExpertKernel
 from shared.kernels.select import select_kernel
@@ -115,7 +116,7 @@ def build_core(config: StationConfig, log: FilteringBoundLogger) -> Core:
 def load_placement(path: Path, checkpoint: Checkpoint) -> Placement:
     """The placement file, checked against the checkpoint it must belong to."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, bytes_max=placements.FILE_BYTES_MAX)
     except OSError as error:
         raise PlacementError(
             f"{path}: cannot read the placement: {error.strerror}; make one with `k3 pod init`"

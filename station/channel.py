@@ -38,6 +38,7 @@ class NodeStats:
     def __init__(self) -> None:
         """All zero."""
         self.rows = 0
+        self.copy_rows = 0  # those of `rows` whose expert lives elsewhere
         self.dispatches = 0
         self.duplicate_rows = 0
         self.stale_rows = 0

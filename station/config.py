@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shared.core.errors import ConfigError
+from shared.core.names import OptionalPathText, PathText
 from station.admission import Limits
 from station.deadline import DeadlinePolicy
 from station.expert_path import OnMiss
@@ -27,17 +28,17 @@ class RingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`k3-station`'s settings; paths are absolute or relative to the file."""
 
-    checkpoint: str
-    placement: str
-    secret_key: str = "/etc/k3/keys/station.key_secret"  # noqa: S105 - a path
-    allow_list: str = "/etc/k3/keys/nodes"
+    checkpoint: PathText
+    placement: PathText
+    secret_key: PathText = "/etc/k3/keys/station.key_secret"  # noqa: S105 - a path
+    allow_list: PathText = "/etc/k3/keys/nodes"
     control_address: str = "tcp://127.0.0.1:8381"
     allow_remote_control: bool = False
     http_host: str = "127.0.0.1"
     http_port: Port = 8380
-    http_token_file: str = ""
+    http_token_file: OptionalPathText = ""
     model_name: str = "kimi-k3"
-    state_directory: str = "/var/lib/k3/station"
+    state_directory: PathText = "/var/lib/k3/station"
     on_miss: OnMiss = "exact"
     deadline: DeadlinePolicy = DeadlinePolicy()
     limits: Limits = Limits()

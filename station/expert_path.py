@@ -3,14 +3,15 @@
 Theory. `rows` is a generator that yields whenever it has to wait for nodes, so that the engine can
 run other lanes meanwhile; it holds no clock and no thread of its own. Every pair the router chose
 is opened in a ledger and leaves it exactly once: by a node's verified row, by the Station's own
-tier, or - when its node is missing, late, lost or wrong - by the declared policy: `exact` computes
-it from the cold store, `fail` ends the request with one error that names the culprit. No policy
-skips a pair.
+tier, or - when the place it was sent to is missing, late, lost or wrong - by another place that
+holds a copy of the expert, each asked once. When none is left the declared policy decides: `exact`
+computes it from the cold store, `fail` ends the request with one error that names the culprit. No
+policy skips a pair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -26,6 +27,7 @@ from shared.core.errors import (
     Refused,
     RowCorrupt,
 )
+from shared.core.placement import NOWHERE
 from shared.core.ring_layout import Rows, RowStatus, all_finite, finite_rows
 from shared.io.fabric import FabricError
 from station.channel import Answer, NodeChannel, Ticket
@@ -34,9 +36,10 @@ from station.faults import Faults
 from station.ledger import LayerLedger, Positions, WorkKey
 from station.local_experts import ColdStore
 from station.places import Places
-from station.split import chunks, local_tokens, split
+from station.split import Share, chunks, group, local_tokens, split
 
 OnMiss: TypeAlias = Literal["exact", "fail"]
+_Mask: TypeAlias = npt.NDArray[np.bool_]
 _OK: Final = RowStatus.OK.value
 _NOT_FINITE: Final = RowStatus.NOT_FINITE.value
 
@@ -49,7 +52,7 @@ class Waiting(NamedTuple):
 
 
 class Cause(Enum):
-    """Why a pair did not come from its home."""
+    """Why a pair did not come from the place that was asked for it."""
 
     NODE_LOST = "node lost"
     UNREACHABLE = "its ring cannot be written"
@@ -71,7 +74,7 @@ _FAILURE: Final[dict[Cause, type[LayerFailed]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Pairs that their home will not answer."""
+    """Pairs that the place that was asked for them will not answer."""
 
     place: int
     positions: Positions
@@ -175,33 +178,29 @@ class _LayerRun:
         self.opened_us = path.now_us()
         self.deadline_us = self.opened_us
         self._local: list[tuple[int, Positions]] = []
+        self._is_copy: _Mask | None = None  # [T * K]; None where no expert of the layer has one
+        self._asked: _Mask | None = None  # [T * K, places], once a place failed
         self._blamed: set[NodeChannel] = set()
         self._top_k = work.ids.shape[1]
         self._trips_us: list[int] = []
 
     def post(self) -> None:
-        """Dispatch every pair that lives on a node; remember what is ours and what has no home."""
-        places = self.path.places
-        remote: list[tuple[NodeChannel, Positions]] = []
-        for place, positions in split(self.work.ids, places.owner[self.work.key.layer]):
-            channel = places.channel(place)
-            if place in places.local:
-                self._local.append((place, positions))
-            elif channel is None:
-                self.orphans.append(Orphans(place, positions, Cause.NODE_LOST))
-            else:
-                remote.append((channel, positions))
-        curves = [channel.stats.hop for channel, _ in remote]
-        budget = budget_us(self.path.deadline, curves)
-        self.deadline_us = self.opened_us + budget
-        for channel, positions in remote:
-            self._dispatch(channel, positions, budget)
+        """Dispatch every pair that a node computes; remember what is ours and what nobody has."""
+        layer, ids, copies = self.work.key.layer, self.work.ids, self.path.places.copies
+        if copies.is_in(layer):
+            chosen = copies.choose(layer, ids)
+            self._is_copy = copies.are_copies(layer, ids.reshape(-1), chosen)
+            shares = group(chosen)
+        else:
+            shares = split(ids, copies.home[layer])
+        self._send(shares, self.opened_us)
         self.work.times.post_us += self.path.now_us() - self.opened_us
 
     def compute_local(self) -> None:
         """The Station's own tiers work while remote rows travel."""
         began_us = self.path.now_us()
-        for place, positions in self._local:
+        local, self._local = self._local, []
+        for place, positions in local:
             tier = self.path.places.local[place]
             experts = self.ledger.experts(positions)
             tokens = positions // self._top_k
@@ -211,7 +210,7 @@ class _LayerRun:
                 self.orphans.append(Orphans(place, positions[~good], Cause.CORRUPT))
                 positions, rows = positions[good], rows[good]
             self._account(place, positions, rows)
-            self.path.places.stats[place].rows += len(positions)
+            self._credit(place, positions)
         self.work.times.local_us += self.path.now_us() - began_us
 
     def collect(self) -> None:
@@ -237,12 +236,16 @@ class _LayerRun:
             self.work.times.trip_us = min(self._trips_us)
 
     def settle_orphans(self) -> None:
-        """Apply the policy to pairs whose home will not answer."""
-        orphans, self.orphans = self.orphans, []
-        for orphan in orphans:
-            if self.path.on_miss == "fail":
-                raise self._failure(orphan.place, orphan.positions, orphan.cause)
-            self._compute_cold(orphan)
+        """Ask other holders of pairs that were missed; apply the policy where none is left."""
+        while self.orphans:
+            orphans, self.orphans = self.orphans, []
+            for orphan in orphans:
+                left = self._ask_copies(orphan)
+                if not len(left):
+                    continue
+                if self.path.on_miss == "fail":
+                    raise self._failure(orphan.place, left, orphan.cause)
+                self._compute_cold(Orphans(orphan.place, left, orphan.cause))
 
     def abandon_rest(self) -> None:
         """Release the slots of dispatches that are still out."""
@@ -250,6 +253,52 @@ class _LayerRun:
             if self.path.places.is_open(ticket.channel):
                 ticket.channel.abandon(ticket)
         self.tickets = []
+
+    def _send(self, shares: Iterable[Share], began_us: int) -> None:
+        """Post what nodes compute, with a budget from `began_us` on; put aside what is ours."""
+        places = self.path.places
+        remote: list[tuple[NodeChannel, Positions]] = []
+        for place, positions in shares:
+            channel = places.channel(place)
+            if place in places.local:
+                self._local.append((place, positions))
+            elif channel is None:
+                self.orphans.append(Orphans(place, positions, Cause.NODE_LOST))
+            else:
+                remote.append((channel, positions))
+        if not remote:
+            return
+        curves = [channel.stats.hop for channel, _ in remote]
+        budget = budget_us(self.path.deadline, curves)
+        self.deadline_us = max(self.deadline_us, began_us + budget)
+        for channel, positions in remote:
+            self._dispatch(channel, positions, budget)
+
+    def _ask_copies(self, orphan: Orphans) -> Positions:
+        """Send missed pairs to another holder that serves; returns those that have none left.
+
+        Each place is asked once per pair, so a layer ends after as many budgets as an expert has
+        holders.
+        """
+        layer, copies = self.work.key.layer, self.path.places.copies
+        if self._is_copy is None:
+            return orphan.positions
+        if self._asked is None:
+            places = len(self.path.places.stats)
+            self._asked = np.zeros((self.work.ids.size, places), np.bool_)
+        positions = orphan.positions
+        self._asked[positions, orphan.place] = True
+        experts = self.ledger.experts(positions)
+        others = copies.other(layer, experts, self._asked[positions])
+        self._is_copy[positions] = copies.are_copies(layer, experts, others)
+        found = others != NOWHERE
+        if found.any():
+            asked = positions[found]
+            shares = [Share(place, asked[at]) for place, at in group(others[found])]
+            self._send(shares, self.path.now_us())
+            self.compute_local()
+        left: Positions = positions[~found]
+        return left
 
     def _dispatch(self, channel: NodeChannel, positions: Positions, budget: int) -> None:
         shape = channel.shape
@@ -300,7 +349,7 @@ class _LayerRun:
         channel = ticket.channel
         if not answer.status.any() and all_finite(answer.rows):
             self._account(channel.place, ticket.positions, answer.rows)
-            channel.stats.rows += len(ticket.positions)
+            self._credit(channel.place, ticket.positions)
             return
         good = answer.status == _OK
         bad_values = ~good & (answer.status == _NOT_FINITE)
@@ -308,7 +357,7 @@ class _LayerRun:
         refused = ~good & ~bad_values
         kept = good & ~bad_values
         self._account(channel.place, ticket.positions[kept], answer.rows[kept])
-        channel.stats.rows += int(kept.sum())
+        self._credit(channel.place, ticket.positions[kept])
         for mask, cause in ((bad_values, Cause.CORRUPT), (refused, Cause.REFUSED)):
             if mask.any():
                 count = int(mask.sum())
@@ -365,6 +414,14 @@ class _LayerRun:
             return
         self.out[positions[delivery.accepted]] = rows[delivery.accepted]
         self.path.places.stats[place].duplicate_rows += delivery.duplicates
+
+    def _credit(self, place: int, positions: Positions) -> None:
+        """Count rows that a place answered, and how many of them as a copy."""
+        stats = self.path.places.stats[place]
+        stats.rows += len(positions)
+        if self._is_copy is not None:
+            # of a few pairs, which is all there are in decoding, numpy's count takes twice as long
+            stats.copy_rows += self._is_copy[positions].tolist().count(True)
 
     def _failure(
         self, place: int, positions: Positions, cause: Cause, detail: str = ""

@@ -300,7 +300,8 @@ class Membership:
                 Refuse(
                     node,
                     "canary_failed",
-                    f"node {node} computed a wrong canary row: its memory, bank or kernel is bad",
+                    f"node {node} computed a wrong canary row: its memory, bank or kernel is bad: "
+                    "compare its bank by `k3 bank verify --source`, then test its memory",
                     permanent=False,
                 ),
             ]

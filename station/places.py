@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from shared.core.placement import Placement
 from station.channel import NodeChannel, NodeStats
+from station.copies import Copies
 from station.local_experts import LocalTier
 
 
 class Places:
-    """Home of every expert, the Station's own tiers, and the channels of nodes that serve.
+    """Holders of every expert, the Station's own tiers, and the channels of nodes that serve.
 
     Owned by the engine thread: leases reach it only as engine commands, so a layer never sees a
     channel change under it, except between two of its waits.
@@ -19,10 +20,11 @@ class Places:
     def __init__(self, placement: Placement, local: Mapping[int, LocalTier]) -> None:
         """`local` maps place indices of the Station's own tiers to their experts."""
         self.placement = placement
-        self.owner, _ = placement.homes()
+        self.copies = Copies(placement)
         self.local = dict(local)
         self.stats = [NodeStats() for _ in placement.nodes]
         self._channels: dict[int, NodeChannel] = {}
+        self._note_serving()
 
     def channel(self, place: int) -> NodeChannel | None:
         """The channel of a node that serves, or None."""
@@ -36,12 +38,14 @@ class Places:
         """A lease was granted."""
         self.detach(channel.place)
         self._channels[channel.place] = channel
+        self._note_serving()
 
     def detach(self, place: int) -> None:
         """A lease ended: fence its rings."""
         channel = self._channels.pop(place, None)
         if channel is not None:
             channel.close()
+            self._note_serving()
 
     def name(self, place: int) -> str:
         """Node name of a place."""
@@ -51,3 +55,6 @@ class Places:
         """Fence everything."""
         for place in list(self._channels):
             self.detach(place)
+
+    def _note_serving(self) -> None:
+        self.copies.serve([*self.local, *self._channels])

@@ -21,7 +21,11 @@ def split(ids: npt.NDArray[np.int64], owner: npt.NDArray[np.int32]) -> list[Shar
 
     Shares come in ascending place order, so the same routing always splits the same way.
     """
-    places = owner[ids.reshape(-1)]
+    return group(owner[ids.reshape(-1)])
+
+
+def group(places: npt.NDArray[np.integer]) -> list[Share]:
+    """Group flat positions by `places` [N], the place of each; N > 0, order as of `split`."""
     order = np.argsort(places, kind="stable").astype(np.int64, copy=False)
     ordered = places[order]
     edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final
 
 import msgspec
 
 from shared.core.errors import ConfigError
+from shared.core.names import OptionalPathText, PathText
 from shared.io.address import check_listen_address
 
 CONFIG_FILE: Final = Path("/etc/k3/banks.toml")
 RATE_BYTES_PER_S_MIN: Final = 2**20  # slower, one range would keep a node waiting for seconds
 _FILE_BYTES_MAX: Final = 64 * 1024
-
-PathText: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class BankServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +35,7 @@ class BankServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     folders: Annotated[tuple[PathText, ...], msgspec.Meta(min_length=1, max_length=64)] = (
         "/var/lib/k3/banks",
     )
-    checkpoint: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    checkpoint: OptionalPathText = ""
     rate_bytes_per_s: Annotated[int, msgspec.Meta(ge=0, le=2**50)] = 0
 
     def __post_init__(self) -> None:

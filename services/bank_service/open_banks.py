@@ -6,6 +6,7 @@ keeps its old bytes until nobody reads them any more. Must not know who pulls, o
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -24,6 +25,7 @@ SUFFIX: Final = ".k3bank"
 OPEN_BANKS_MAX: Final = 64
 IDLE_US: Final = 600_000_000  # then a bank's descriptor is closed; a replaced one frees its disk
 AHEAD_BYTES: Final = 32 * 2**20  # more than a kernel reads ahead of what was asked for
+_SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # they pass
 
 Identity = tuple[int, int, int, int]
 
@@ -67,19 +69,20 @@ class OpenBanks:
 
     def find(self, name: str, now_us: int) -> OpenBank | Refusal:
         """The bank `name`, open and with a right header; the file is looked at every time."""
-        faults: list[str] = []
+        fault: Refusal | None = None
         for folder in self._folders:
             path = folder / f"{name}{SUFFIX}"
             try:
                 known = self._unchanged(name, path, now_us)
                 return known if known is not None else self._opened(name, path, now_us)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             except (BankError, OSError) as error:
-                self._log.warning("bank_unusable", bank=name, error=str(error))
-                faults.append(str(error))
-        if faults:
-            return Refusal("bank_invalid", faults[0], permanent=True)
+                found = _unusable(path, error)
+                self._log.warning("bank_unusable", bank=name, error=found.text)
+                fault = fault or found
+        if fault is not None:
+            return fault
         where = ", ".join(map(str, self._folders))
         return Refusal(
             "bank_unknown",
@@ -181,6 +184,17 @@ class OpenBanks:
 def identity_of(status: os.stat_result) -> Identity:
     """Equal for two looks at a file that was neither replaced nor written in between."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _unusable(path: Path, error: BankError | OSError) -> Refusal:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(cause, OSError) and cause.errno in _SHORTAGES:
+        text = f"{path}: cannot open: {cause.strerror}: free some on the Station"
+        return Refusal("read_failed", text, permanent=False)
+    if isinstance(error, OSError):  # e.g. links in a circle
+        text = f"{path}: cannot look for the bank: {error.strerror}: correct the path"
+        return Refusal("bank_invalid", text, permanent=True)
+    return Refusal("bank_invalid", str(error), permanent=True)
 
 
 def _read_failed(bank: OpenBank, cause: str | None) -> Refusal:

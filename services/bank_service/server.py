@@ -270,7 +270,7 @@ class BankServer:
         answer = BankRefused(
             ticket=asked.ticket,
             code=refusal.code,
-            text=refusal.text[:_TEXT_CHARS_MAX],
+            text=_sendable(refusal.text),
             permanent=refusal.permanent,
         )
         self._send(peer, answer)
@@ -311,6 +311,11 @@ class BankServer:
             return False
         self._lines[peer.name] = lines + 1
         return True
+
+
+def _sendable(text: str) -> str:
+    """Short enough, and UTF-8 also where it has a path that is not."""
+    return text[:_TEXT_CHARS_MAX].encode(errors="backslashreplace").decode()[:_TEXT_CHARS_MAX]
 
 
 def _too_many(waiting_max: int) -> Refusal:

@@ -92,6 +92,11 @@ def _fill(
     partial.reserve(start + rows * layout.stride_bytes, keep=bool(journal.finished))
     if journal.finished:
         watch.notice(f"{len(journal.finished)} of {rows} records are there and will be checked")
+    elif journal.discarded:
+        watch.notice(
+            f"{journal.discarded} records that were there belong to another bank (its checkpoint, "
+            "placement or layout differs) and are discarded"
+        )
     workers = min(workers, rows)
     maker = RecordMaker(checkpoint, draft, partial, journal, start=start, buffers=workers)
     made = make_records(maker, rows, workers, watch)

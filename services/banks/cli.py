@@ -29,6 +29,7 @@ from shared.core.placement import Placement
 from shared.core.record import RecordOrder
 from shared.core.shape import K3, ModelShape
 from shared.io.bank_file import BankFile, RecordFault, blake3_digest, verify
+from shared.io.files import read_file
 
 if TYPE_CHECKING:
     from station.model.checkpoint import Checkpoint
@@ -279,7 +280,8 @@ def _read_placement(path: Path, split: str | None) -> Placement:
     if split is not None:
         raise click.UsageError("give --placement or --split, not both")
     try:
-        return placements.decode(path.read_bytes(), source=str(path))
+        data = read_file(path, bytes_max=placements.FILE_BYTES_MAX)
+        return placements.decode(data, source=str(path))
     except OSError as error:
         raise PlacementError(
             f"{path}: cannot read the placement: {error.strerror}: check the path"

@@ -37,12 +37,19 @@ class BankEntry(msgspec.Struct, frozen=True, kw_only=True):
 def list_banks(folder: Path) -> list[BankEntry]:
     """Every bank of a folder by name; BankError when the folder cannot be read."""
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+        names = sorted(entry.name for entry in os.scandir(folder) if _is_file(entry))
         return [entry for name in names if (entry := _entry(folder, name)) is not None]
     except OSError as error:
         raise BankError(
             f"{folder}: cannot list banks: {error.strerror}: check the path and its permissions"
         ) from error
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # e.g. a loop of links, which is nobody's bank
+        return False
 
 
 def _entry(folder: Path, name: str) -> BankEntry | None:
@@ -80,5 +87,5 @@ def _unfinished(final: Path, partial: Path) -> BankEntry:
         state="unfinished",
         file_bytes=partial.stat().st_size,
         records=count_finished(journal_path(final)),
-        problem="build the same bank again to go on",
+        problem="build or stage the same bank again to go on",
     )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import uvloop
 
 from services.banks.progress import shown_bytes
+from shared.core.bank_header import Digest
 from shared.core.errors import BankError, ConfigError
 from shared.core.placement import ExpertKey
 from shared.core.record import RecordOrder
@@ -35,6 +36,7 @@ R = TypeVar("R")
 
 _FILE: Final = click.Path(path_type=Path)
 _RATE: Final = re.compile(r"(\d{1,15})([kKMG]?)")
+_RATE_MIN: Final = 100_000  # slower, ten seconds and more would pass without a byte
 _UNITS: Final = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
 _U16_MAX: Final = 2**16 - 1
 
@@ -49,9 +51,12 @@ class ByteRate(click.ParamType[int]):
     ) -> int:
         """The number of bytes; a usage error for anything but digits and k, M or G."""
         match = _RATE.fullmatch(str(value))
-        if match is None or int(match[1]) == 0:
+        if match is None:
             self.fail(f"{value!r} is not a rate: write bytes per second, like 200M.", param, ctx)
-        return int(match[1]) * _UNITS[match[2]]
+        rate = int(match[1]) * _UNITS[match[2]]
+        if rate < _RATE_MIN:
+            self.fail(f"{value!r} is too slow to be meant: at least 100k, like 200M.", param, ctx)
+        return rate
 
 
 def _service_options(command: Callable[..., object]) -> Callable[..., object]:
@@ -172,6 +177,8 @@ def record_command(
     """
     if (model_digest is None) == (bank is None):
         raise click.UsageError("give either --model-digest or --bank")
+    if model_digest is not None:
+        _check_digest(model_digest)
     refuse_existing(out, replace=replace)
     shape: ExpertShape | None = None
     if bank is not None:
@@ -207,6 +214,14 @@ async def _pull(
 ) -> npt.NDArray[np.uint8]:
     async with open_client(service, notice=lambda line: click.echo(line, err=True)) as client:
         return await pull_record(client, model_digest, *key, order, shape=shape)
+
+
+def _check_digest(model_digest: str) -> None:
+    """The service drops a question with one that cannot be, and nobody would answer."""
+    try:
+        msgspec.convert(model_digest, Digest)
+    except msgspec.ValidationError as error:
+        raise click.UsageError(f"--model-digest: {error}") from error
 
 
 def _service_of(config: NodeConfig) -> Service:

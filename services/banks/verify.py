@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.banks.source import ExpertSource, read_source
-from shared.core.errors import DigestMismatch
+from shared.core.errors import BankError, DigestMismatch, LocalProtocolError
 from shared.core.record_order import reorder
 from shared.io.bank_file import BankFile, FaultKind, RecordFault, blake3_digest, find_fault
 
@@ -23,7 +23,7 @@ def verify_against(
     """Compare every record with the bank's hashes and, byte by byte, with the checkpoint.
 
     Yields (row, its fault or None) in row order, in the memory of three records. DigestMismatch
-    when the checkpoint is another model.
+    when the checkpoint is another model, BankError when it has no such expert.
     """
     if bank.header.model_digest != source.digest:
         raise DigestMismatch(
@@ -38,7 +38,13 @@ def verify_against(
         own = find_fault(bank, row, record)
         if ours is not record:
             reorder(record, bank.layout, ours, source.layout)
-        read_source(source, layer, expert, theirs.data)
+        try:
+            read_source(source, layer, expert, theirs.data)
+        except LocalProtocolError as error:
+            raise BankError(
+                f"{bank.path}: row {row}: {error}: its header was not made from this checkpoint, "
+                "build the bank again"
+            ) from error
         yield row, _fault(bank, source, row, own, ours, theirs)
         source.release([(layer, expert)])
 

@@ -44,6 +44,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     hop_us: HopTimes
     last_loss: str = ""
     loading: LoadStatus | None = None
+    copy_rows: int = 0
 
 
 class PodStatus(msgspec.Struct, frozen=True):
@@ -88,7 +89,7 @@ def node_table(status: PodStatus) -> Table:
     for name in ("node", "tier", "state"):
         table.add_column(name, no_wrap=True)
     for name in (
-        "epoch", "experts", "rows", "cold", "dup", "stale", "corrupt", "p50 us", "p99 us",
+        "epoch", "experts", "rows", "copy", "cold", "dup", "stale", "corrupt", "p50 us", "p99 us",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for node in status.nodes:
@@ -96,6 +97,7 @@ def node_table(status: PodStatus) -> Table:
             node.epoch,
             node.experts,
             node.rows,
+            node.copy_rows,
             node.cold_rows,
             node.duplicates,
             node.stale_rows,

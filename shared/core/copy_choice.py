@@ -8,6 +8,8 @@ Must not know leases, traces or how copies were chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import getitem
 from typing import Final
 
 import numpy as np
@@ -17,6 +19,44 @@ Places = npt.NDArray[np.int16]
 Costs = npt.NDArray[np.float64]
 NO_COPY: Final = -1
 _ROWS: Final = 1 << 15  # at once: bounds the memory of the counts
+PlaceTable = Sequence[Sequence[float]]  # [P][K + 1]: us of a place with 0 to K experts of a token
+
+
+def place_table(
+    fixed_us: Sequence[float], per_expert_us: Sequence[float], top_k: int
+) -> PlaceTable:
+    """What `choose_of_token` looks up instead of reckoning, for at most `top_k` experts a token."""
+    return [
+        [0.0, *(fixed + each * count for count in range(1, top_k + 1))]
+        for fixed, each in zip(fixed_us, per_expert_us, strict=True)
+    ]
+
+
+def choose_of_token(homes: list[int], copies: list[int], table: PlaceTable) -> list[int]:
+    """`choose_copies` for one token, without numpy: a layer of decoding has no time for arrays.
+
+    homes and copies [K], -1 where there is no copy. Costs never fall with the count, so an expert
+    that leaves its home makes no place slower, and only the copy's place has to be looked at.
+    """
+    if max(copies) == NO_COPY:
+        return homes
+    chosen, counts = homes.copy(), [0] * len(table)
+    for home in homes:
+        counts[home] += 1
+    spent = list(map(getitem, table, counts))
+    slowest = max(spent)
+    for k, copy in enumerate(copies):
+        if copy == NO_COPY or (after := table[copy][counts[copy] + 1]) > slowest:
+            continue
+        home = chosen[k]
+        before = spent[home]
+        chosen[k] = copy
+        counts[copy] += 1
+        counts[home] -= 1
+        spent[copy], spent[home] = after, table[home][counts[home]]
+        if before == slowest:
+            slowest = max(spent)
+    return chosen
 
 
 def choose_copies(homes: Places, copies: Places, fixed_us: Costs, per_expert_us: Costs) -> Places:

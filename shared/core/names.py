@@ -12,6 +12,10 @@ from shared.core.errors import ConfigError
 # \Z, not $: $ also matches before a trailing newline
 NAME_PATTERN: Final = r"^(?!.*\.\.)[a-z0-9][a-z0-9_.-]{0,63}\Z"
 NodeName: TypeAlias = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+# in settings: no operating system takes a NUL
+_NO_NUL: Final = msgspec.Meta(max_length=4096, pattern=r"^[^\0]*\Z")
+PathText: TypeAlias = Annotated[str, _NO_NUL, msgspec.Meta(min_length=1)]
+OptionalPathText: TypeAlias = Annotated[str, _NO_NUL]  # "": none
 _NAME: Final = re.compile(NAME_PATTERN)
 
 

@@ -19,18 +19,27 @@ from shared.core.names import NodeName
 from shared.core.shape import ModelShape
 
 Tier: TypeAlias = Literal["hbm", "rtx", "grace", "spark"]
+FILE_BYTES_MAX: Final = 64 * 2**20  # every expert of K3 takes 1 MB
 FORMAT_VERSION: Final = 2
 PLACES_MAX: Final = 2**22  # layers x experts; K3 has 83,328. Bounds what a hostile file allocates
 ExpertKey: TypeAlias = tuple[int, int]  # (layer, expert)
+NOWHERE: Final = -1  # no place
+_Micros: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class PlacedNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One node: the experts that live there, and second copies of experts that live elsewhere."""
+    """One node: the experts that live there, and second copies of experts that live elsewhere.
+
+    A dispatch of k > 0 experts takes fixed_us + per_expert_us x k, as the plan reckoned: what the
+    choice between copies goes by. Both are 0 where nobody planned.
+    """
 
     name: NodeName
     tier: Tier
     rows: tuple[tuple[int, int], ...]
     copies: tuple[tuple[int, int], ...] = ()
+    fixed_us: _Micros = 0.0
+    per_expert_us: _Micros = 0.0
 
     @property
     def bank_rows(self) -> tuple[tuple[int, int], ...]:
@@ -71,6 +80,26 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             owner[keys[:, 0], keys[:, 1]] = index
             row[keys[:, 0], keys[:, 1]] = np.arange(len(keys), dtype=np.int32)
         return owner, row
+
+    def holders(self) -> np.ndarray:
+        """Places that have each expert: int32 [H, layers, experts], its home first, then copies.
+
+        Copies come in the order of the nodes; -1 where there is none. H is 1 without copies.
+        """
+        ranks = [self.homes()[0]]
+        for index, node in enumerate(self.nodes):
+            for key in node.copies:
+                rank = next((r for r in ranks[1:] if r[key] == NOWHERE), None)
+                if rank is None:
+                    rank = np.full(ranks[0].shape, NOWHERE, np.int32)
+                    ranks.append(rank)
+                rank[key] = index
+        return np.stack(ranks)
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether the plan said what its places cost."""
+        return any(node.fixed_us > 0 or node.per_expert_us > 0 for node in self.nodes)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -75,6 +75,11 @@ class Loading(Message, frozen=True, tag="loading"):
     done_bytes: U63
     total_bytes: U63
 
+    def __post_init__(self) -> None:
+        """A part is not larger than the whole."""
+        if self.done_bytes > self.total_bytes:
+            raise ValueError(f"{self.done_bytes} of {self.total_bytes} bytes are loaded")
+
 
 class Hello(Message, frozen=True, tag="hello"):
     """A node asks for a lease."""

@@ -25,6 +25,11 @@ class TcpAddress:
     host: str
     port: int
 
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether the host is a numeric IPv6 address."""
+        return ":" in self.host
+
 
 def parse_address(address: str) -> TcpAddress:
     """Parse `tcp://HOST:PORT` (an IPv6 host in brackets); ConfigError for anything else."""

@@ -1,10 +1,20 @@
-"""Small files that are either the old one or the new one, never half of each."""
+"""Small files: read within bounds, and written so that they are the old one or the new one."""
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import ExitStack
 from pathlib import Path
+
+
+def read_file(path: Path, *, bytes_max: int) -> bytes:
+    """All of a file, of which a device or a pipe may have no end; OSError when it is longer."""
+    with path.open("rb") as stream:
+        data = stream.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        raise OSError(errno.EFBIG, f"more than {bytes_max} bytes")
+    return data
 
 
 def replace_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:

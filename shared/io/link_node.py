@@ -16,7 +16,7 @@ from typing import Final, Generic, cast
 import zmq
 import zmq.asyncio
 
-from shared.core.errors import KeyRefused, RemoteProtocolError
+from shared.core.errors import ConfigError, KeyRefused, RemoteProtocolError
 from shared.io.address import parse_address
 from shared.io.keys import KeyPair
 from shared.io.link_base import (
@@ -155,7 +155,8 @@ async def connect(
     """Open a node's end and finish the handshake with the Station that holds `station_key`.
 
     Tries again every `retry_pause_us` within `timeout_us`. Raises KeyRefused when the Station
-    refuses this node's key or does not hold `station_key`, StationUnreachable when time is over.
+    refuses this node's key or does not hold `station_key`, ConfigError for a host that cannot be
+    one, StationUnreachable when time is over.
     """
     parse_address(address)
     codec = Codec(decode, encode, settings or LinkSettings())
@@ -216,7 +217,14 @@ class _Caller:
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, self.settings.handshake_timeout_us // 1000)
         monitor = open_monitor(self.context, socket, zmq.EVENT_ALL, serial=serial)
-        socket.connect(self.address)
+        socket.setsockopt(zmq.IPV6, int(parse_address(self.address).is_ipv6))
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot connect to {self.address}: {error.strerror}: write tcp://HOST:PORT with "
+                "the host's name or IP"
+            ) from None
         return socket, monitor
 
     def _raise_if_final(self, outcome: Outcome, closed_in_a_row: int) -> None:

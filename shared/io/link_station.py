@@ -176,7 +176,7 @@ async def listen(
     in `tasks`: if it dies, so does the group. Raises ConfigError for an address that is malformed,
     not this host's, or remote without `allow_remote`; AddressInUse when another process holds it.
     """
-    check_listen_address(address, allow_remote=allow_remote)
+    parsed = check_listen_address(address, allow_remote=allow_remote)
     codec = Codec(decode, encode, settings or LinkSettings())
     context = zmq.asyncio.Context()
     try:
@@ -186,6 +186,7 @@ async def listen(
         socket = context.socket(zmq.ROUTER)
         set_common_options(socket, keys, codec.settings)
         _set_station_options(socket, codec.settings)
+        socket.setsockopt(zmq.IPV6, int(parsed.is_ipv6))
         monitor = open_monitor(context, socket, zmq.Event.DISCONNECTED | _HANDSHAKE_FAILURES)
         _bind(socket, address)
         link = StationLink(socket, monitor, doorkeeper, codec, log)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from shared.core.errors import ConfigError
+from shared.io import cgroup
 
 Pages: TypeAlias = Literal["hugetlb", "transparent", "small"]
 
@@ -37,8 +38,14 @@ def meminfo_bytes(field: str, path: Path = MEMINFO) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Memory that the machine can give without swapping; None where the kernel does not say."""
-    return meminfo_bytes("MemAvailable")
+    """Memory this process can take without swapping, and without exceeding a limit of its unit or
+    container; None where the kernel does not say."""
+    return _least(meminfo_bytes("MemAvailable"), cgroup.left_bytes())
+
+
+def total_bytes() -> int | None:
+    """Memory of the machine, or of the unit or container that has less."""
+    return _least(meminfo_bytes("MemTotal"), cgroup.limit_bytes())
 
 
 def allocate(size: int) -> tuple[mmap.mmap, Pages]:
@@ -106,6 +113,10 @@ def limit_error(number: int, *, needed_bytes: int, limit_bytes: int) -> ConfigEr
         f"cannot lock {needed_bytes} bytes of bank memory: {reason}; RLIMIT_MEMLOCK is {limit}: "
         "set LimitMEMLOCK=infinity in the unit (`ulimit -l` in a shell), or run with --no-pin"
     )
+
+
+def _least(*sizes: int | None) -> int | None:
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def _memlock_bytes() -> int:

@@ -21,10 +21,17 @@ _UNSYNCED_BYTES_MAX: Final = 256 * 2**20
 
 
 def refuse_existing(path: Path, *, replace: bool) -> None:
-    """BankError when something has the final name and nobody asked to replace it."""
-    if path.exists() and not replace:
+    """BankError when something has the final name and nobody asked to replace it.
+
+    A link that leads nowhere is something, e.g. to a disk that is not mounted; a folder is never
+    replaced.
+    """
+    if path.is_dir():
+        raise BankError(f"{path}: is a folder: choose another name")
+    if os.path.lexists(path) and not replace:
+        state = "exists already" if path.exists() else "is a link that leads nowhere now"
         raise BankError(
-            f"{path}: exists already: choose another name, or ask to replace it with --replace"
+            f"{path}: {state}: choose another name, or ask to replace it with --replace"
         )
 
 
@@ -93,16 +100,25 @@ class PartialFile:
             done += count
 
     def publish(self, *, replace: bool) -> None:
-        """Make it durable, then give it its final name in one step."""
+        """Make it durable, then give it its final name in one step.
+
+        BankError when the unfinished file is not ours any more, or as `refuse_existing`; OSError.
+        """
         os.fsync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         refuse_existing(self.final, replace=replace)
+        if not _is_at(self._fd, self.path):  # what lies there now may be another's half-written one
+            raise BankError(
+                f"{self.path}: was deleted or replaced while it was written: leave it alone and "
+                "start again"
+            )
         self.path.rename(self.final)
         _sync_folder(self.final.parent)
 
     def remove(self) -> None:
-        """Delete the unfinished file."""
-        self.path.unlink(missing_ok=True)
+        """Delete the unfinished file, but not one that another writer put in its place."""
+        if _is_at(self._fd, self.path):
+            self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file and release its lock."""
@@ -136,11 +152,18 @@ def _lock(fd: int, path: Path) -> None:
     """Refuse a second builder, also one that renames the file between our open and our lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        alone = path.exists() and os.path.samestat(os.fstat(fd), path.stat())
+        alone = _is_at(fd, path)
     except BlockingIOError:
         alone = False
     if not alone:
         raise BankError(f"{path}: another builder is writing it: wait for it, or stop it")
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

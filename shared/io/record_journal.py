@@ -39,12 +39,16 @@ class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Journal:
-    """An open journal. `finished` is what it held when it was opened."""
+    """An open journal. `finished` is what it held when it was opened, `discarded` how many records
+    of another bank it promised until then."""
 
-    def __init__(self, path: Path, fd: int, finished: dict[int, Finished]) -> None:
+    def __init__(
+        self, path: Path, fd: int, finished: dict[int, Finished], *, discarded: int
+    ) -> None:
         """Use `open`; takes over `fd`."""
         self.path: Final = path
         self.finished: Final = finished
+        self.discarded: Final = discarded
         self._fd = fd
         self._lock = threading.Lock()
         self._appended = 0
@@ -61,6 +65,7 @@ class Journal:
             head = _line(_Identity(bank=bank))
             data = os.pread(fd, JSON_BYTES_MAX, 0)
             finished: dict[int, Finished] = {}
+            discarded = 0
             if data.startswith(head):
                 valid = len(head)
                 for entry, end in _entries(data, valid):
@@ -69,12 +74,13 @@ class Journal:
                     valid = end
                 os.ftruncate(fd, valid)
             else:
+                discarded = _count(data)
                 os.ftruncate(fd, 0)
                 _append(fd, head)
         except BaseException:
             os.close(fd)
             raise
-        return cls(path, fd, finished)
+        return cls(path, fd, finished, discarded=discarded)
 
     @property
     def is_empty(self) -> bool:
@@ -121,8 +127,14 @@ def _entries(data: bytes, start: int) -> Iterator[tuple[Finished, int]]:
 def count_finished(path: Path) -> int:
     """Records that a journal promises; 0 without one. Changes nothing."""
     try:
-        with path.open("rb") as file:
-            data = file.read(JSON_BYTES_MAX)
+        # O_NONBLOCK: a FIFO in its place must not hang whoever looks
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            data = file.read(JSON_BYTES_MAX) or b""
     except OSError:
         return 0
+    return _count(data)
+
+
+def _count(data: bytes) -> int:
+    """Records that the lines after the first one promise."""
     return len({entry.row for entry, _ in _entries(data, data.find(b"\n") + 1)})

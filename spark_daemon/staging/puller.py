@@ -58,6 +58,7 @@ class Wanted:
 class Tally:
     """What a pull did so far. Mutable: the puller counts in place, also when it fails."""
 
+    published: bool = False
     digest: str | None = None
     previous: str | None = None  # the digest that an earlier, unfinished attempt was pulling
     superseded: list[str] = field(default_factory=list)
@@ -94,18 +95,24 @@ async def pull_bank(
             with ThreadPoolExecutor(BUFFERS_MIN, thread_name_prefix="staging") as pool:
                 puller = _Puller(client, wanted, partial, tally, watch, pool=pool)
                 await puller.run()
-                await puller.in_thread(lambda: partial.publish(replace=replace))
-        journal_path(path).unlink(missing_ok=True)
+                await puller.in_thread(lambda: _publish(partial, path, tally, replace=replace))
     except OSError as error:
         raise BankError(
-            f"{path}: cannot write the bank: {error.strerror}: check free space and permissions of "
-            f"{path.parent}, then stage it again: finished records are kept"
+            f"{error.filename or path}: cannot write the bank: {error.strerror}: check free space "
+            f"and permissions of {path.parent}, then stage it again: finished records are kept"
         ) from error
 
 
 def journal_path(path: Path) -> Path:
     """Where the journal of the bank `path` is while it is unfinished."""
     return path.with_name(path.name + journals.SUFFIX)
+
+
+def _publish(partial: PartialFile, path: Path, tally: Tally, *, replace: bool) -> None:
+    """All of the end in one thread: a caller that is cancelled meanwhile cannot halve it."""
+    partial.publish(replace=replace)
+    tally.published = True
+    journal_path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

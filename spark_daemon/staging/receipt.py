@@ -75,7 +75,11 @@ class ReceiptBook:
                 node=node,
                 started=started,
             )
-            self.write(receipt)
+            try:
+                self.write(receipt)
+            except BaseException:  # e.g. a full disk: an empty file would push out a good receipt
+                self.path(receipt.attempt).unlink(missing_ok=True)
+                raise
             for attempt in self.attempts()[:-KEPT_MAX]:
                 self.path(attempt).unlink(missing_ok=True)
         except OSError as error:
@@ -110,8 +114,10 @@ class ReceiptBook:
     def read(self, attempt: int) -> Receipt | None:
         """One receipt; None when it is gone or damaged."""
         try:
-            with self.path(attempt).open("rb") as file:
-                return msgspec.json.decode(file.read(_FILE_BYTES_MAX), type=Receipt)
+            # O_NONBLOCK: a FIFO in its place must not hang the attempt
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            with open(os.open(self.path(attempt), flags), "rb") as file:
+                return msgspec.json.decode(file.read(_FILE_BYTES_MAX) or b"", type=Receipt)
         except (OSError, msgspec.DecodeError):
             return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -19,7 +20,7 @@ from shared.core.names import checked_name
 from shared.core.placement import Tier
 from shared.io import keys
 from shared.io.address import parse_address
-from shared.io.partial_file import refuse_existing
+from shared.io.partial_file import partial_path, refuse_existing
 from spark_daemon.staging.client import BankClient, Notice, Patience, Service, now_us, open_client
 from spark_daemon.staging.puller import Progress, PullWatch, Tally, Wanted, pull_bank
 from spark_daemon.staging.receipt import Outcome, Receipt, ReceiptBook
@@ -91,7 +92,7 @@ async def stage(
     attempt = _Attempt(service, wanted, path, notice or _no_notice, wall_clock)
     try:
         attempt.outcome = "refused_exists"
-        refuse_existing(path, replace=replace)
+        attempt.refuse_existing(path, replace=replace)
         attempt.outcome = "failed"
         async with open_client(
             service, patience=patience, rate_bytes_per_s=rate_bytes_per_s, notice=notice
@@ -106,8 +107,13 @@ async def stage(
         attempt.end(code=error.code, text=str(error))
         raise
     except asyncio.CancelledError:
-        attempt.outcome = "interrupted"
+        # too late, if the bank has its name already
+        attempt.outcome = "complete" if attempt.tally.published else "interrupted"
         attempt.end()
+        raise
+    except Exception as error:  # a bug, or memory that ran out
+        attempt.outcome = "failed"
+        attempt.end(code=MeshError.code, text=_named(error))
         raise
     return attempt.end()
 
@@ -127,6 +133,19 @@ class _Attempt:
         self._receipt = self._book.begin(
             service=service.address, node=wanted.node, started=self._time()
         )
+
+    def refuse_existing(self, path: Path, *, replace: bool) -> None:
+        """As `partial_file.refuse_existing`; an attempt killed just after it published is closed.
+
+        Without an unfinished file nobody is under way, so nobody's receipt is closed too early.
+        """
+        try:
+            refuse_existing(path, replace=replace)
+        except BankError:
+            if not partial_path(path).exists():
+                with suppress(OSError):
+                    self.close_killed()
+            raise
 
     def close_killed(self) -> None:
         """Close the receipts of attempts that were killed, and learn what the last one pulled."""
@@ -183,6 +202,13 @@ def _exists(path: Path) -> bool:
         raise BankError(
             f"{path}: cannot look for the bank: {error.strerror}: check its folder's permissions"
         ) from error
+
+
+def _named(error: Exception) -> str:
+    """What it was, without the groups around it."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
 
 
 def _no_notice(_line: str) -> None:

@@ -31,6 +31,7 @@ from shared.core.bank_wire import (
     encode,
 )
 from shared.core.errors import KeyRefused
+from shared.io.bank_file import BankFile
 from tests.unit.bank_service.world import (
     NODE_QUEUE,
     Node,
@@ -119,6 +120,33 @@ def test_every_refusal_has_its_code(world: World) -> None:
             assert refused(other) == ("protocol_unsupported", True)
         codes = {line["code"] for line in world.log.events("bank_pull_refused")}
         assert {"bank_unknown", "model_unknown", "gone"} <= codes
+
+    run(main())
+
+
+def test_a_path_that_is_not_utf8_can_be_named(world: World) -> None:
+    """A damaged bank of such a name costs its answer, not the service."""
+    layer, expert = placement().node("grace").rows[0]
+    for path in world.folders[0].iterdir():
+        path.unlink()
+    odd = build_bank(world.folders[0], "grace").rename(
+        world.folders[0] / os.fsdecode(b"b\xff.k3bank")
+    )
+    with BankFile.open(odd) as bank:
+        offset = bank.records_offset
+    with odd.open("r+b") as stream:
+        stream.seek(offset)
+        first = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([first ^ 1]))
+
+    async def main() -> None:
+        async with world.serving("spark0"), world.node("spark0") as node:
+            answer = await node.find_record(layer, expert)
+            assert refused(answer) == ("record_damaged", True)
+            assert isinstance(answer, BankRefused)
+            assert "b\\udcff.k3bank: row 0" in answer.text
+            assert refused(await node.find("grace")) == ("bank_unknown", True)
 
     run(main())
 

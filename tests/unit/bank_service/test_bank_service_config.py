@@ -55,6 +55,8 @@ def test_paths_are_relative_to_the_file_and_options_win(tmp_path: Path) -> None:
         ('address = "tcp://0.0.0.0:8382"', "Set allow_remote = true"),
         ('checkpoint = "none"', "is not a folder: name the folder that holds config.json"),
         ('secret_key = ""', "secret_key"),
+        (r'folders = ["a\u0000b"]', "folders"),
+        (r'checkpoint = "a\u0000b"', "checkpoint"),
         ("# " + "x" * 70_000, "larger than 65536 bytes"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Iterator
@@ -212,3 +213,40 @@ def test_a_fifo_in_a_banks_place_does_not_hang(world: World, banks: OpenBanks) -
 
     assert code(banks.find("pipe", 0)) == "bank_invalid"
     assert Path(world.folders[1] / "pipe.k3bank").exists()
+
+
+def test_links_in_a_circle_are_named_with_a_remedy(world: World, banks: OpenBanks) -> None:
+    """Not the system's own words alone."""
+    loop = world.folders[0] / "loop.k3bank"
+    loop.symlink_to(loop.name)
+    answer = banks.find("loop", 0)
+
+    assert isinstance(answer, Refusal)
+    assert (answer.code, answer.permanent) == ("bank_invalid", True)
+    assert answer.text.startswith(f"{loop}: cannot look for the bank: Too many levels")
+
+
+def test_a_file_in_a_folders_place_hides_no_answer(world: World, log: TestLog) -> None:
+    """A bank that is in no folder is unknown, whatever else one of the folders is."""
+    banks = OpenBanks([world.folders[0] / "grace.k3bank", world.folders[0]], log.log)
+
+    assert code(banks.find("nobody", 0)) == "bank_unknown"
+    assert opened(banks.find("spark0", 0)).name == "spark0"
+    banks.close()
+
+
+def test_no_descriptors_now_is_not_a_bad_bank(banks: OpenBanks) -> None:
+    """A node must ask again: after a permanent refusal it would stop until a person comes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        answer = banks.find("grace", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert isinstance(answer, Refusal)
+    assert (answer.code, answer.permanent) == ("read_failed", False)
+    assert "Too many open files" in answer.text
+    assert opened(banks.find("grace", 0)).name == "grace"

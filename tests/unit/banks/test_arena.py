@@ -186,6 +186,16 @@ def test_a_load_gives_up_at_the_floor_and_leaves_nothing(big_bank: Path) -> None
         assert part in str(error)
 
 
+@needs_no_huge_pages
+def test_a_step_takes_at_most_256_mib(big_bank: Path) -> None:
+    """Case B4: 409 MB are two steps, and each asks for its own room first."""
+    meminfo, progress = Meminfo(2**60), LoadProgress()
+    with BankFile.open(big_bank) as bank:
+        load_arena(bank, LoadPlan(verify=False, available_bytes=meminfo), progress)
+    assert meminfo.looks == 2
+    assert progress.done_bytes == progress.total_bytes > 256 * MIB
+
+
 def test_a_wait_can_be_stopped(bank_path: Path) -> None:
     """A load that waits for memory ends when it is told to, with what it says for that."""
     progress = LoadProgress()

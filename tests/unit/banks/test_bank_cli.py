@@ -114,6 +114,16 @@ def test_unsuitable_input_ends_with_78(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_placement_without_end_is_refused(tmp_path: Path) -> None:
+    """Nothing is read beyond the largest placement there can be."""
+    endless = tmp_path / "placement.json"
+    with endless.open("wb") as file:
+        file.truncate(placements.FILE_BYTES_MAX + 1)
+    result = run("plan", "--placement", endless)
+    assert result.exit_code == 78
+    assert f"{endless}: cannot read the placement: more than 67108864 bytes" in result.output
+
+
 def test_existing_file_needs_replace(model: Path, tmp_path: Path) -> None:
     """The second build is refused, and done when asked for."""
     out = tmp_path / "spark1.k3bank"

@@ -160,6 +160,7 @@ def test_list_tells_whole_unfinished_and_damaged(bank_path: Path, placement: Pla
         )  # fmt: skip
     (folder / "broken.k3bank").write_bytes(bank_path.read_bytes()[:-1])
     (folder / "notes.txt").touch()
+    (folder / "loop.k3bank").symlink_to("loop.k3bank")
     with BankFile.open(bank_path) as opened:
         digest = opened.digest
     entries = {Path(e["path"]).name: e for e in json.loads(run("ls", folder, "--json").output)}
@@ -173,7 +174,7 @@ def test_list_tells_whole_unfinished_and_damaged(bank_path: Path, placement: Pla
     assert "truncated" in entries["broken.k3bank"]["problem"]
     lines = run("ls", folder).output.splitlines()
     assert len(lines) == 3
-    assert "unfinished, 11 records: build the same bank again to go on" in lines[1]
+    assert "unfinished, 11 records: build or stage the same bank again to go on" in lines[1]
     assert f"12 row-major records for node spark0, digest {digest}" in lines[2]
     journal_path(late).unlink()
     assert "unfinished, 0 records" in run("ls", folder).output

@@ -182,6 +182,30 @@ def test_buffered_writes_do_not_pile_up(
     assert len(flushed) == 3
 
 
+def test_a_bank_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, source: RandomExperts, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes, then name, then folder: after a power cut there is no bank with holes."""
+    steps: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def sync(fd: int) -> None:
+        steps.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        fsync(fd)
+
+    def name(old: Path, new: Path) -> None:
+        steps.append(("rename", Path(new).name))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", name)
+    build(source, placement, "spark0", tmp_path / "spark0.k3bank")
+
+    assert steps == [
+        ("fsync", "spark0.k3bank.partial"), ("rename", "spark0.k3bank"), ("fsync", tmp_path.name),
+    ]  # fmt: skip
+
+
 def test_no_thread_outlives_the_build(tmp_path: Path, placement: Placement) -> None:
     """Whoever stops it, here the progress bar: its files are closed after the last write."""
 

@@ -259,9 +259,13 @@ def test_another_bank_does_not_resume_it(
     path = tmp_path / "again" / "spark0.k3bank"
     path.parent.mkdir()
     failed_build(path, placement)
-    source = Counting()
-    build(source, placement, "grace", path)
+    left = count_finished(journal_path(path))
+    source, notices = Counting(), list[str]()
+    build(source, placement, "grace", path, notice=notices.append)
     assert len(source.read) == ROWS
+    (said,) = notices
+    assert said.startswith(f"{left} records that were there belong to another bank")
+    assert left > 0
     again = tmp_path / "grace" / "spark0.k3bank"
     again.parent.mkdir()
     build(RandomExperts(), placement, "grace", again)

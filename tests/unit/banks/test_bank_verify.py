@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from services.banks.builder import build
 from services.banks.verify import verify_against
 from services.cli import k3
+from shared.core.bank_header import encode
 from shared.core.errors import CheckpointError, DigestMismatch
 from shared.core.placement import Placement
 from shared.io.bank_file import BankFile, FaultKind, RecordFault, blake3_digest, verify
@@ -71,6 +73,21 @@ def weight_of(checkpoint: Path, layer: int, expert: int, matrix: str) -> str:
     name = f"{expert_prefix(layer, expert)}{matrix}.weight"
     with Checkpoint.open(checkpoint) as source:
         return name if name in source._files else f"{name}_packed"
+
+
+def test_rows_that_the_checkpoint_does_not_have(built: tuple[Path, Path]) -> None:
+    """A header that was made by hand: the file and the row, with what to do."""
+    checkpoint, path = built
+    with BankFile.open(path) as opened:
+        rows = list(opened.header.rows)
+        rows[3] = (2, 65535)
+        header = msgspec.structs.replace(opened.header, rows=tuple(rows))
+    with path.open("r+b") as file:
+        file.write(encode(header, hasher=blake3_digest))
+    result = run("verify", path, "--source", checkpoint)
+    assert result.exit_code == 78
+    assert f"{path}: row 3: {checkpoint}: no expert 65535 in layer 2" in result.output
+    assert "build the bank again" in result.output
 
 
 def test_equal_to_the_checkpoint(built: tuple[Path, Path]) -> None:

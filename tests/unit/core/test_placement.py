@@ -255,3 +255,40 @@ def test_the_format_before_is_refused_with_a_remedy() -> None:
     old = {"version": 1, "model_digest": "m", "shape": {}, "policy": "balanced", "nodes": []}
     with pytest.raises(PlacementError, match=r"format 1, this program reads 2.*k3 pod init"):
         decode(json.dumps(old).encode(), source="p.json")
+
+
+def test_holders_are_the_home_then_copies_in_node_order() -> None:
+    """Two copies of one expert, one of another; nobody else has any."""
+    placed = balanced("digest", TINY, NODES)
+    assert placed.holders().tolist() == [placed.homes()[0].tolist()]
+    home, _ = placed.homes()
+    first, second = placed.nodes[0].rows[:2]
+    nodes = (
+        placed.nodes[0],
+        msgspec.structs.replace(placed.nodes[1], copies=(first,)),
+        msgspec.structs.replace(placed.nodes[2], copies=(second, first)),
+    )
+    copied = msgspec.structs.replace(placed, nodes=nodes)
+    check(copied)
+
+    holders = copied.holders()
+    assert holders.shape == (3, *home.shape)
+    assert holders[:, *first].tolist() == [0, 1, 2]
+    assert holders[:, *second].tolist() == [0, 2, -1]
+    assert np.count_nonzero(holders[1:] != -1) == 3
+
+
+def test_costs_travel_with_the_file_and_are_bounded() -> None:
+    """What the plan reckoned with is in the file and its checksum; nonsense is refused."""
+    placed = balanced("digest", TINY, NODES)
+    assert not placed.has_costs
+    nodes = tuple(msgspec.structs.replace(node, per_expert_us=84.5) for node in placed.nodes)
+    costly = msgspec.structs.replace(placed, nodes=nodes)
+
+    assert costly.has_costs
+    assert decode(encode(costly), source="x") == costly
+    assert costly.digest != placed.digest
+    for wrong in (-1.0, 1e12):
+        bad = (msgspec.structs.replace(placed.nodes[0], fixed_us=wrong), *placed.nodes[1:])
+        with pytest.raises(PlacementError, match="fixed_us"):
+            decode(encode(msgspec.structs.replace(placed, nodes=bad)), source="x")

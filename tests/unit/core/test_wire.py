@@ -96,6 +96,15 @@ def test_bounds_are_part_of_the_types(field: str, value: object) -> None:
         wire.decode_to_node(msgspec.msgpack.encode(fields))
 
 
+def test_a_load_is_never_more_than_all() -> None:
+    """A node that claims so would be shown at 900 %."""
+    fields = msgspec.to_builtins(TO_STATION[0])
+    for done, total in ((1, 0), (10, 9), (2**63 - 1, 1)):
+        frame = msgspec.msgpack.encode(fields | {"done_bytes": done, "total_bytes": total})
+        with pytest.raises(RemoteProtocolError):
+            wire.decode_to_station(frame)
+
+
 def test_oversized_frames_are_refused_on_both_sides() -> None:
     """Nothing larger than FRAME_BYTES_MAX is sent or parsed."""
     huge = wire.LeaseAccepted(

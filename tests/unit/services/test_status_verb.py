@@ -29,6 +29,7 @@ def node(name: str, **changes: object) -> dict[str, Any]:
         "duplicates": 1,
         "stale_rows": 2,
         "corrupt_rows": 3,
+        "copy_rows": 7,
         "cold_rows": 4,
         "last_loss": "",
         "hop_us": {"p50": 812, "p99": 5731},
@@ -69,14 +70,14 @@ async def test_json_is_the_pods_object_unchanged(start: Start, capsys: Capture) 
 
 @pytest.mark.asyncio
 async def test_people_see_every_node_with_its_counters(start: Start, capsys: Capture) -> None:
-    """Name, tier, state, epoch, experts, rows, cold, dup, stale, corrupt, hop p50 and p99."""
+    """Name, tier, state, epoch, experts, rows, copy, cold, dup, stale, corrupt, hop p50 and p99."""
     async with start() as endpoint:
         assert await k3(endpoint, STATUS) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert lines[0] == "k3-demo: ready, on a miss: exact"
     assert rows["spark0"] == [
-        "spark0", "spark", "serving", "1048577", "72", "1001", "4", "1", "2", "3", "812", "5731",
+        "spark0", "spark", "serving", "1048577", "72", "1001", "7", "4", "1", "2", "3", "812", "5731",
     ]  # fmt: skip
     assert rows["hbm"][-2:] == ["-", "-"]
     assert lines[-1] == "spark1 was lost: its connection closed [red]"

@@ -75,6 +75,7 @@ def test_options_win_over_the_file_over_the_defaults(tmp_path: Path) -> None:
         ('kernel = "gpu"', "kernel"),
         ('colour = "red"', "colour"),
         ('bank = ""', "bank"),
+        (r'bank = "a\u0000b"', "bank"),
         ('name = "../x"', "name"),
         ('name = "s1"', "its name is 's1', but node 's0' was asked for"),
         ("pin = 1", "pin"),

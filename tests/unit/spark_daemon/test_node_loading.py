@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import resource
 import socket
 import subprocess
@@ -245,6 +246,61 @@ async def test_a_missing_bank_is_pulled_first_and_told_about(tmp_path: Path) -> 
                 assert "bank_loaded" in node.names()
     finally:
         host.stop()
+
+
+@contextlib.contextmanager
+def control_group(limit_bytes: int) -> Iterator[Path]:
+    """A group of this machine below this process's own, with a memory limit; or the test skips."""
+    name = f"k3-test-{os.getpid()}"
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    of = {controllers: path.strip("/") for _, controllers, path in lines}
+    root = Path("/sys/fs/cgroup")
+    group, limit = (
+        (root / "memory" / of["memory"] / name, "memory.limit_in_bytes")
+        if "memory" in of
+        else (root / of.get("", "") / name, "memory.max")
+    )
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        try:
+            (group / limit).write_text(str(limit_bytes))
+        except OSError as error:
+            pytest.skip(f"no memory limit can be set here: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_the_limit_of_a_unit_or_container_is_a_floor_too(medium: Home) -> None:
+    """Case B4: MemAvailable knows nothing of it, and a process that exceeds it is killed."""
+    command = medium.command(NOBODY, "--memory-wait-us", "0")
+    with control_group(90 * MIB) as group:
+        done = subprocess.run(
+            command,
+            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert done.returncode == EXIT_TEMPFAIL, done.stderr
+    assert "code=memory_floor" in done.stderr
+    assert f"and {90 * MIB // 20} must stay free" in done.stderr, "5 % of what it may have"
+
+
+@pytest.mark.parametrize("bank_service", [NOBODY, None])
+def test_a_bank_that_cannot_be_looked_for_is_said_in_one_line(
+    home: Home, bank_service: str | None
+) -> None:
+    """Not only one that is missing: nothing is pulled to a path that cannot be."""
+    command = home.command(NOBODY)
+    command[command.index("--bank") + 1] = str(home.root / f"{'x' * 300}.k3bank")
+    if bank_service:
+        command += ["--bank-service", bank_service]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == EXIT_CONFIG
+    assert done.stderr.count("\n") == 1
+    assert "cannot open the bank: File name too long" in done.stderr
 
 
 def test_a_low_memlock_limit_is_exit_78_before_a_byte_is_read(medium: Home) -> None:

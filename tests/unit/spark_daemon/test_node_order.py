@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from services.banks.builder import build
 from shared.core import wire
+from shared.core.bank_header import encode
 from shared.core.placement import balanced
-from shared.core.record import RecordLayout
+from shared.core.record import RecordLayout, RecordOrder
 from shared.core.ring_layout import RingShape
 from shared.core.shape import ExpertShape, ModelShape
 from shared.io import keys
+from shared.io.bank_file import BankFile, blake3_digest
 from shared.kernels import canary
 from shared.kernels.select import select_kernel
 from tests.support.expert_records import activations, arena_of, expert_record
@@ -76,3 +79,38 @@ async def test_rows_of_an_interleaved_bank_are_those_of_the_checkpoint(tmp_path:
     assert np.array_equal(got_pairs, pairs)
     assert not status.any()
     assert np.array_equal(rows, expected)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("built", ["row-major", "interleaved-4"])
+async def test_a_bank_that_names_the_wrong_order_fails_its_canary(
+    tmp_path: Path, built: RecordOrder
+) -> None:
+    """A header changed by hand, digest and all: every hash is right, and node and its reference
+    kernel agree. The Station, which asks the checkpoint, does not: for no row of the bank."""
+    keys.create(tmp_path / "station", "station")
+    keys.create(tmp_path / "nodes", "spark0")
+    home = Home(tmp_path, "spark0")
+    placement = balanced(Experts.digest, SHAPE, [("spark0", "spark", 1.0)])
+    header = build(Experts(), placement, "spark0", home.bank, layout=built)
+    other: RecordOrder = "row-major" if built == "interleaved-4" else "interleaved-4"
+    with home.bank.open("r+b") as file:
+        file.write(encode(msgspec.structs.replace(header, layout=other), hasher=blake3_digest))
+    with BankFile.open(home.bank) as opened:
+        assert opened.header.layout == other, "nothing but the header says so"
+    arena = arena_of(SHAPE.expert, [expert_record(SHAPE.expert, e) for _, e in header.rows])
+    async with station(home) as fake:
+        node = NodeProcess.start(home.command(fake.link.address), tmp_path / "node.log")
+        try:
+            await fake.expect(wire.Hello)
+            for epoch in range(1, len(header.rows) + 1):
+                row = epoch - 1
+                lease = fake.offer(epoch, ring_shape=RING, canary_bank_row=row)
+                accepted = await fake.expect(wire.LeaseAccepted)
+                expected = canary.canary_row(select_kernel(SHAPE.expert), arena, row, 5)
+                sent = np.frombuffer(accepted.canary_row, np.uint16)
+                assert accepted.epoch == lease.epoch
+                assert not canary.agrees(sent, expected, same_kernel=True)
+                assert not canary.agrees(sent, expected, same_kernel=False)
+        finally:
+            node.kill()

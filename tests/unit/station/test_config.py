@@ -46,6 +46,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         ("nonsense", "not valid TOML"),
         ("", "checkpoint"),
         (RIGHT + "unknown = 1", "unknown"),
+        (RIGHT + r'state_directory = "a\u0000b"', "state_directory"),
+        (RIGHT + r'http_token_file = "a\u0000b"', "http_token_file"),
         (RIGHT + "http_port = 70000", "http_port"),
         (RIGHT + 'on_miss = "skip"', "on_miss"),
         (RIGHT + "[ring]\nslots = 65", "ring.slots"),

@@ -94,35 +94,38 @@ class World:
     records: Records = field(default_factory=Records)
     clock: Clock = field(default_factory=Clock)
     reports: list[NodeReport] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.placement: Placement = balanced(
+    placement: Placement = field(
+        default_factory=lambda: balanced(
             "m", SHAPE, [("hbm", "hbm", 1.0), ("spark0", "spark", 2.0)]
         )
+    )
+
+    def __post_init__(self) -> None:
         self.kernel: ExpertKernel = select_kernel(SHAPE.expert, "auto")
         self.station, self.node = ShmFabric(spin_us=0), ShmFabric(spin_us=0)
+        own = self.placement.nodes[0].bank_rows
         self.places = Places(
             self.placement,
-            {0: LocalTier(self.kernel, SHAPE.expert, self.records, self.placement.nodes[0].rows)},
+            {0: LocalTier(self.kernel, SHAPE.expert, self.records, own)},
         )
         self.everything = LocalTier(
             self.kernel, SHAPE.expert, self.records, [(LAYER, e) for e in range(SHAPE.experts)]
         )
 
-    def attach(self, shape: RingShape = RING) -> NodeChannel:
-        """Grant the node a lease; with another shape than RING it cannot answer."""
+    def attach(self, shape: RingShape = RING, place: int = NODE) -> NodeChannel:
+        """Grant a node a lease; with another shape than RING it cannot answer."""
         self.request_ring = self.node.register(shape.request_ring_bytes)
         reply_ring = self.station.register(shape.reply_ring_bytes)
         self.reply = self.node.connect(reply_ring.descriptor)
         channel = NodeChannel(
-            node="spark0",
-            place=NODE,
+            node=self.placement.nodes[place].name,
+            place=place,
             epoch=EPOCH,
             shape=shape,
             request_ring=self.station.connect(self.request_ring.descriptor),
             reply_ring=reply_ring,
             kernel_id=self.kernel.kernel_id,
-            stats=self.places.stats[NODE],
+            stats=self.places.stats[place],
             now_us=self.clock.now_us,
             pause=lambda: None,
         )
