@@ -35,6 +35,11 @@ VERBS: Final[Mapping[str, Verb]] = {
     "chat": Verb("Run", "services.chat.cli", "chat", "Talk to a pod."),
     "status": Verb("Look", "services.status.cli", "status", "Show nodes, leases and counters."),
     "bench": Verb("Look", "services.bench.cli", "bench", "Measure, and print a table or JSON."),
+    "plan": Verb("Plan", "services.planner.cli", "plan", "Say which expert should live where."),
+    "simulate": Verb(
+        "Plan", "services.simulator.cli", "simulate", "Predict a pod's speed, and what decides it."
+    ),
+    "trace": Verb("Plan", "services.routing.cli", "trace", "Record and make up routing data."),
     "census": Verb("Prepare", "services.census.cli", "census", "Say what a checkpoint holds."),
     "synth": Verb("Prepare", "services.synth.cli", "synth", "Write a synthetic checkpoint."),
     "bank": Verb(

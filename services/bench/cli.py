@@ -10,6 +10,7 @@ import click
 
 from services.pod.endpoint import token_option
 from services.pod.layout import SPARKS_MAX
+from services.ranges import RealRange
 
 if TYPE_CHECKING:
     from services.bench.report import Report
@@ -148,6 +149,102 @@ def census(*, checkpoint: Path | None, runs: int, as_json: bool, check: bool) ->
     from services.bench.census import CensusBench
 
     return _present(CensusBench(checkpoint, runs).run(), as_json=as_json, check=check)
+
+
+@bench.command(epilog="Example: k3 bench simulate --sparks 2,4 --check")
+@click.option(
+    "--sparks",
+    callback=spark_counts,
+    default="2,4",
+    show_default=True,
+    help="Pods with so many Sparks; the others are also predicted from the first.",
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Folder of the checkpoint. [default: the demonstration model]",
+)
+@click.option(
+    "--tokens", type=click.IntRange(16, 4096), default=64, show_default=True, help="Per answer."
+)
+@click.option(
+    "--runs", type=click.IntRange(1, 1000), default=12, show_default=True, help="Answers per pod."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check", is_flag=True, help="Exit 1 when a target is missed.")
+def simulate(
+    *,
+    sparks: tuple[int, ...],
+    checkpoint: Path | None,
+    tokens: int,
+    runs: int,
+    as_json: bool,
+    check: bool,
+) -> int:
+    """Time per layer as `k3 simulate` predicts it, against what embedded pods measure."""
+    from services.bench.simulate_bench import SimulateBench
+
+    plan = SimulateBench(sparks=sparks, checkpoint=checkpoint, tokens=tokens, runs=runs)
+    return _present(plan.run(), as_json=as_json, check=check)
+
+
+@bench.command(epilog="Example: k3 bench plan --seeds 5 --check")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="Synthetic traces; gains have a target from 5 on.",
+)
+@click.option(
+    "--budget-s",
+    type=RealRange(0, 3600),
+    default=15.0,
+    show_default=True,
+    help="Seconds that ours may take on each.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(100, 1_000_000),
+    default=4705,
+    show_default=True,
+    help="Tokens of a trace.",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(4, 100_000),
+    default=40,
+    show_default=True,
+    help="Requests of a trace.",
+)
+@click.option("--pod", "pod_name", default="k3-home-pod", show_default=True, help="As of k3 plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check", is_flag=True, help="Exit 1 when a target is missed.")
+def plan(
+    *,
+    seeds: int,
+    budget_s: float,
+    tokens: int,
+    requests: int,
+    pod_name: str,
+    as_json: bool,
+    check: bool,
+) -> int:
+    """Seconds per policy, and what ours saves on requests that it was not planned on.
+
+    Kimi-K3's shape and synthetic routing; a plan sees three quarters of the requests and is scored
+    on the others. About 30 seconds per seed on two quiet cores.
+    """
+    from services.bench.plan_bench import PlanBench
+    from services.planner.pod_file import read_pod
+    from shared.core.errors import ConfigError
+
+    if requests > tokens:
+        raise ConfigError(f"{requests} requests of {tokens} tokens: give fewer --requests")
+    measured = PlanBench(
+        seeds=seeds, budget_s=budget_s, tokens=tokens, requests=requests, pod=read_pod(pod_name)
+    )
+    return _present(measured.run(), as_json=as_json, check=check)
 
 
 def _present(report: Report, *, as_json: bool, check: bool) -> int:

@@ -1,0 +1,1 @@
+"""Routing data: traces of the experts that tokens chose, recorded or made up."""
