@@ -8,6 +8,10 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def open_streams() -> None:
@@ -25,3 +29,11 @@ def open_streams() -> None:
             stream.reconfigure(errors="replace")
     if sys.stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+
+
+def table_console(pipe_columns: int) -> Console:
+    """Where a report's tables go: as wide as the terminal, or `pipe_columns` when there is none."""
+    from rich.console import Console  # not before something is printed: `k3 --help` must be quick
+
+    width = None if sys.stdout.isatty() else pipe_columns
+    return Console(highlight=False, soft_wrap=True, width=width)

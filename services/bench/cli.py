@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +10,7 @@ import click
 from services.pod.endpoint import token_option
 from services.pod.layout import SPARKS_MAX
 from services.ranges import RealRange
+from services.streams import table_console
 
 if TYPE_CHECKING:
     from services.bench.report import Report
@@ -249,15 +249,12 @@ def plan(
 
 def _present(report: Report, *, as_json: bool, check: bool) -> int:
     """Print a report; the exit status."""
-    from rich.console import Console
-
     from services.bench.report import machine_line
 
     if as_json:
         click.echo(report.to_json())
     else:
-        wide = None if sys.stdout.isatty() else _PIPE_COLUMNS
-        console = Console(highlight=False, soft_wrap=True, width=wide)
+        console = table_console(_PIPE_COLUMNS)
         console.print(machine_line(report.machine), markup=False)
         console.print(report.table())
     return 1 if check and report.missed else 0

@@ -139,12 +139,21 @@ class Assignment:
 
     @classmethod
     def of_placement(cls, placement: Placement, slots: Sequence[int]) -> Assignment:
-        """The arrays of a placement; place indices count its nodes."""
+        """The arrays of a placement; place indices count its nodes.
+
+        PlacementError when an expert has more than one copy: a plan makes one at most.
+        """
         first = placement.shape.first_moe_layer
         owner, _ = placement.homes()
         copy = np.full(owner.shape, NOWHERE, np.int16)
         for index, node in enumerate(placement.nodes):
             keys = np.array(node.copies, np.int64).reshape(-1, 2)
+            if (again := np.flatnonzero(copy[keys[:, 0], keys[:, 1]] != NOWHERE)).size:
+                layer, expert = node.copies[int(again[0])]
+                raise PlacementError(
+                    f"layer {layer} expert {expert} has more than one copy, node {node.name} holds "
+                    "the second: plans have one copy of an expert at most; plan again"
+                )
             copy[keys[:, 0], keys[:, 1]] = index
         return cls(owner[first:].astype(np.int16), copy[first:], np.asarray(slots, np.int64))
 

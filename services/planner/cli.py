@@ -18,10 +18,9 @@ import msgspec
 
 from services.planner.drift_cli import PlanCommand
 from services.ranges import RealRange
+from services.streams import table_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from services.planner.assignment import Assignment
     from services.planner.ledger import Ledger
     from services.planner.planning import Optimiser
@@ -342,7 +341,7 @@ def _write(path: Path, placement: Placement, report: PlanReport) -> None:
 def _show_ledger(report: PlanReport) -> None:
     from services.planner.table import ledger_lines, ledger_table
 
-    console = _console()
+    console = table_console(_PIPE_COLUMNS)
     console.print(f"pod {report.pod}", markup=False)
     console.print(ledger_table(report.ledger))
     for line in ledger_lines(report):
@@ -352,7 +351,7 @@ def _show_ledger(report: PlanReport) -> None:
 def _show_policies(report: PlanReport) -> None:
     from services.planner.table import load_table, policy_lines, policy_table, trace_line
 
-    console = _console()
+    console = table_console(_PIPE_COLUMNS)
     console.print("")
     console.print(trace_line(report), markup=False)
     console.print(policy_table(report))
@@ -360,10 +359,3 @@ def _show_policies(report: PlanReport) -> None:
     console.print(load_table(report))
     for line in policy_lines(report):
         console.print(line, markup=False)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    wide = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    return Console(highlight=False, soft_wrap=True, width=wide)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from services.ranges import RealRange
+from services.streams import table_console
 
 if TYPE_CHECKING:
     from services.planner.drift_report import Found, Replan, Settings
@@ -190,9 +191,10 @@ def _planner(policy: str, pod: Pod, ledger: Ledger, budget_s: float) -> Replan:
 def _read_placement(path: Path) -> Placement:
     from shared.core import placement as placements
     from shared.core.errors import PlacementError
+    from shared.io.files import read_file
 
     try:
-        data = path.read_bytes()
+        data = read_file(path, bytes_max=placements.FILE_BYTES_MAX)
     except OSError as error:
         raise PlacementError(
             f"{path} cannot be read: {error.strerror}; name a file of `k3 plan --out`"
@@ -221,12 +223,9 @@ def _write(path: Path, found: Found) -> None:
 
 
 def _show(found: Found) -> None:
-    from rich.console import Console
-
     from services.planner.drift_table import drift_lines, traffic_table
 
-    wide = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    console = Console(highlight=False, soft_wrap=True, width=wide)
+    console = table_console(_PIPE_COLUMNS)
     if found.report.tried is not None:
         console.print(traffic_table(found.report.tried))
     for line in drift_lines(found.report):

@@ -6,7 +6,8 @@ Steps, each of which only ever makes the plan better on the trace it is given:
              one does, whichever is better here
 2. sizes     how many experts of each layer a kind gets (sizes.py), free slots holding copies of
              the hottest experts of the slowest kind
-3. copies    other copies that save more, chosen per token at run time like those (copies.py)
+3. copies    other copies that save more, chosen per token at run time like those (copies.py); at
+             last those are dropped that are at places where no token would use one
 4. search    single experts exchange homes (search.py), only where cross-validation inside the
              trace says that it helps requests it has not seen: mostly it does not, and what it
              gains alone it partly takes from the copies
@@ -28,11 +29,13 @@ import numpy as np
 
 from services.planner import copies, kernel, search, sizes
 from services.planner.assignment import NOWHERE, Assignment
+from services.planner.cost import PlaceCosts
 from services.planner.ledger import Ledger
 from services.planner.pod import Pod
 from services.planner.policies import Kind, kinds_of, plan
 from services.planner.problem import Floats, Places, Problem, copy_rooms, some_layers
 from services.routing.trace import Trace, split_requests
+from shared.core.copy_choice import choose_copies
 from shared.core.errors import PodError
 
 Clock: TypeAlias = Callable[[], float]  # seconds, monotonic
@@ -127,6 +130,7 @@ def optimise(
         if not watch.is_over(_TRIAL_UNTIL) and len(trace.starts()) >= _TRIAL_REQUESTS:
             trial_gain = _trial(trace, pod, ledger, watch, pool, seed)
         exchanges = run.search(seed) if trial_gain is not None and trial_gain > 0 else 0
+        run.drop_idle_copies()
     assignment = Assignment(run.home, run.copy, ledger.slots.copy())
     assignment.check(layer_max=ledger.layer_max)
     watch.note()
@@ -222,6 +226,17 @@ class _Run:
             self._each(improve, self._layers[first : first + _BATCH])
             self._note()
 
+    def drop_idle_copies(self) -> None:
+        """No copy where no token would use one: at places too slow to help, it is only read in."""
+        costs = PlaceCosts.of(self.problem.pod.nodes)
+        used = np.zeros(len(costs.fixed_us), np.int64)
+        for routing, home, copy in zip(self.problem.layers, self.home, self.copy, strict=True):
+            homes = home[routing.ids]
+            chosen = choose_copies(homes, copy[routing.ids], costs.fixed_us, costs.per_expert_us)
+            used += np.bincount(chosen[chosen != homes], minlength=len(used))
+        # copies that are not chosen change no choice, so the objective stays
+        self.copy[(self.copy != NOWHERE) & (used[self.copy] == 0)] = NOWHERE
+
     def _note(self) -> None:
         if not self._is_trial:
             self._watch.note(self.objective_ms)
@@ -294,7 +309,7 @@ def _trial(
         before = run.scored(unseen, run.home, run.copy).sum()
         run.search_round(seed, index, proposals)
         after = run.scored(unseen, run.home, run.copy).sum()
-        gains.append(float(1.0 - after / before))
+        gains.append(float(1.0 - after / before) if before else 0.0)
         watch.note()
     return min(gains)
 

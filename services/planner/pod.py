@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -18,7 +18,11 @@ from shared.core.placement import Tier
 Basis: TypeAlias = Literal["measured", "arithmetic", "fitted", "assumed"]
 Micros: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Watts: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Title: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+# printed to terminals and on pages: nothing in a text may steer one
+_PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=_PRINTABLE)]
+Title: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=_PRINTABLE)]
+_Printed: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,20 +109,20 @@ class PublishedPolicy(Part, frozen=True, kw_only=True):
     """One line of a published comparison of policies."""
 
     name: Title
-    expert_path_ms: float
-    tokens_per_s: float
+    expert_path_ms: _Printed
+    tokens_per_s: _Printed
 
 
 class Published(Part, frozen=True, kw_only=True):
     """What somebody else printed about this pod; compared with our figures, never used for one."""
 
-    source: str
+    source: Text
     slots: dict[NodeName, int] = {}
     slots_total: int | None = None
     slots_spare: int | None = None
-    total_gib: float | None = None
-    spare_gib: float | None = None
-    spark_touch: float | None = None
+    total_gib: _Printed | None = None
+    spare_gib: _Printed | None = None
+    spark_touch: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     policies: tuple[PublishedPolicy, ...] = ()
 
 

@@ -26,6 +26,8 @@ from services.planner.pod import (
     PodNode,
     Published,
     Reservation,
+    Text,
+    Title,
     TokenCost,
 )
 from shared.core.errors import PodError
@@ -43,7 +45,7 @@ _Table = TypeVar("_Table")
 
 
 class _Reserved(Part, frozen=True, kw_only=True):
-    what: str
+    what: Text
     size: _Size
     basis: Basis
 
@@ -87,7 +89,7 @@ class _Node(Part, frozen=True, kw_only=True):
 
 
 class _Document(Part, frozen=True, kw_only=True):
-    name: str
+    name: Title
     token: TokenCost
     nodes: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=_NODES_MAX)]
     fabric: Fabric | None = None
@@ -142,7 +144,7 @@ def parse_pod(data: bytes, *, source: str) -> Pod:
             nodes += group.nodes()
             msgspec.convert(msgspec.to_builtins(nodes[-1]), PodNode)  # bounds of the names
         except (ValueError, msgspec.ValidationError) as error:
-            raise PodError(f"{where}: {error}; correct that number") from error
+            raise PodError(f"{where}: {error}; correct that key") from error
         if len(nodes) > _NODES_MAX:
             raise PodError(f"{where}: more than {_NODES_MAX} nodes in all; lower a count")
     try:

@@ -229,6 +229,11 @@ def agreement_notes(pod: Pod, policies: Sequence[PolicyFigures], *, synthetic: b
     notes = []
     if fitted:
         notes.append(f"costs of {', '.join(fitted)} were fitted to the published figures")
+    if pod.token.rest_basis == "fitted":
+        notes.append(
+            f"the {pod.rest_ms:g} ms beside layers and experts follow from the published rates: "
+            "tok/s agree by construction where ms do"
+        )
     if synthetic:
         notes.append(
             "the trace is synthetic and its parameters were chosen to meet the published figures: "

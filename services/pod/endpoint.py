@@ -122,7 +122,10 @@ def _error_of(body: bytes) -> tuple[str, str | None]:
     try:
         answer = msgspec.json.decode(body, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return body[:200].decode("utf-8", "replace") or "no reason given", None
+        # some proxy's page: one line of it, and nothing that steers a terminal
+        text = body[:200].decode("utf-8", "replace")
+        plain = "".join(letter if letter.isprintable() else " " for letter in text)
+        return " ".join(plain.split()) or "no reason given", None
     error = answer.get("error")
     if not isinstance(error, dict):
         return str(answer.get("reason", "no reason given")), None

@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from services.pod.endpoint import token_option, url_option
+from services.ranges import RealRange
 
 if TYPE_CHECKING:
     from services.routing.file import LoadedTrace
@@ -45,7 +46,7 @@ def trace() -> None:
 @click.option("--name", default="routing", show_default=True, help="Files are NAME.0001.k3trace.")
 @url_option
 @token_option
-@click.option("--seconds", type=click.FloatRange(min=0.1), help="End after so many seconds.")
+@click.option("--seconds", type=RealRange(min=0.1), help="End after so many seconds.")
 @click.option("--tokens", type=click.IntRange(min=1), help="End after so many tokens.")
 @click.option(
     "--file-bytes",
@@ -142,7 +143,10 @@ def info(*, files: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--out", type=_PATH, help="Write the histogram to this JSON file.")
 @_JSON
 def histogram(*, files: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
-    """Count how often each expert of each layer was chosen."""
+    """Count how often each expert of each layer was chosen.
+
+    Exit status: 0 counted, 78 a wrong file.
+    """
     from services.routing.histogram import Histogram, lines
 
     counted = Histogram.of(_load(files).trace)
@@ -161,12 +165,18 @@ def histogram(*, files: tuple[Path, ...], out: Path | None, as_json: bool) -> No
 @_FILES
 @click.option(
     "--fraction",
-    type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
+    type=RealRange(0.0, 1.0, min_open=True, max_open=True),
     default=0.75,
     show_default=True,
     help="Share of the tokens that goes to A.",
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="Draws the requests of A.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Draws the requests of A.",
+)
 @click.option("--out-a", required=True, type=_PATH, help="First part, e.g. to plan on.")
 @click.option("--out-b", required=True, type=_PATH, help="Second part, e.g. to score on.")
 @_JSON
@@ -181,11 +191,14 @@ def split(
 ) -> None:
     """Split a trace in two, by request: no request is in both parts.
 
-    Tokens of one request resemble each other; a split by token would flatter every plan.
+    Tokens of one request resemble each other; a split by token would flatter every plan. Exit
+    status: 0 split, 2 wrong usage, 78 a wrong file or a single request.
     """
     from services.routing.file import save
     from services.routing.trace import split_requests
 
+    if len({path.resolve() for path in (out_a, out_b, *files)}) < len({*files}) + 2:
+        raise click.UsageError("--out-a, --out-b and FILE have to be different files")
     loaded = _load(files)
     parts = split_requests(loaded.trace, fraction, seed)
     for path, part, name in zip((out_a, out_b), parts, "ab", strict=True):
@@ -260,7 +273,8 @@ def synth(
 ) -> None:
     """Make up a trace from named parameters; equal arguments give equal traces.
 
-    The defaults meet the original plan's table of placement policies.
+    The defaults meet the original plan's table of placement policies. Exit status: 0 made, 2 wrong
+    usage, 78 a wrong file, or parameters that do not go together.
     """
     from services.routing import histogram as histograms
     from services.routing.file import save

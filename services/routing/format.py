@@ -182,4 +182,6 @@ def parse_totals(payload: bytes, *, source: str) -> LossTotals:
     try:
         return msgspec.json.decode(payload, type=LossTotals)
     except msgspec.DecodeError as error:
-        raise TraceError(f"{source}: totals are not understood: {error}") from error
+        raise TraceError(
+            f"{source}: totals are not understood: {error}; record it again"
+        ) from error

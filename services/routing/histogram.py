@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from msgspec import Meta
 from services.routing.trace import Counts, Trace
 from shared.core.errors import TraceError
 from shared.core.shape import ExpertShape, ModelShape
+from shared.io.files import read_file
+
+_FILE_BYTES_MAX: Final = 64 * 2**20  # that of K3 takes less than a megabyte
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -61,7 +64,7 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def read(path: Path) -> Histogram:
     """The histogram in a file; TraceError names the file and the defect."""
     try:
-        histogram = msgspec.json.decode(path.read_bytes(), type=Histogram)
+        histogram = msgspec.json.decode(read_file(path, bytes_max=_FILE_BYTES_MAX), type=Histogram)
     except OSError as error:
         raise TraceError(
             f"{path}: cannot read the histogram: {error.strerror}; make one with "

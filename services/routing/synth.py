@@ -34,6 +34,7 @@ Progress: TypeAlias = Callable[[int, int], None]  # (layers done, layers in all)
 
 _BLOCK_TOKENS: Final = 512  # x 896 experts x 8 bytes stays in a core's cache
 _FIT_TOPICS: Final = 32
+_EXPERTS_MAX: Final = 2**16 - 1  # ids are 16 bits wide
 _ID_BITS: Final = np.uint64(16)
 _ID_MASK: Final = np.uint64(2**16 - 1)
 _STRUCTURE, _SHIFT, _TRAFFIC = range(3)  # independent streams of one seed
@@ -202,6 +203,10 @@ def _check_sizes(
 ) -> None:
     if not 1 <= requests <= tokens:
         raise TraceError(f"{requests} requests of {tokens} tokens: each needs a token or more")
+    if shape.experts > _EXPERTS_MAX:
+        raise TraceError(
+            f"{shape.experts} experts in a layer: a trace holds {_EXPERTS_MAX} at most"
+        )
     if shape.top_k > shape.experts:
         raise TraceError(f"a token cannot choose {shape.top_k} of {shape.experts} experts")
     if max(params.clusters, params.clusters_active) > shape.experts:

@@ -1,9 +1,10 @@
 """Predictions that a running pod can refute. Pure.
 
 Owns two of them. `as_it_runs`: the layer time of a pod fed with its own hop curves and Station
-figures; the wait for the slowest place is what is predicted. `as_another`: the layer time of a pod
-with other nodes, from figures of the first pod alone; there, nodes compete for the host's cores, so
-the trip is found such that the first pod comes out as measured.
+figures. The wait for the slowest place is predicted, but the trip that goes in was measured where
+the wait ends: it shows that the parts add up, no more. `as_another`: the layer time of a pod with
+other nodes, from figures of the first pod alone; there, nodes compete for the host's cores, so the
+trip is found such that the first pod comes out as measured.
 """
 
 from __future__ import annotations

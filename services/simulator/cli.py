@@ -16,17 +16,20 @@ import msgspec
 
 from services.planner.planning import NAMES
 from services.pod.endpoint import open_client, token_option
+from services.ranges import RealRange
 from services.simulator.inputs import (
     Prepared,
     Sources,
     loss_time_s,
     overridden,
-    parse_loss,
+    parse_losses,
     prepare,
     with_spread,
 )
 from services.simulator.model import SimPod, Workload
-from services.simulator.sweep import enough_tokens
+from services.simulator.sweep import NOTHING_CAME, enough_tokens
+from services.streams import table_console
+from shared.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +37,8 @@ if TYPE_CHECKING:
 _ANSWER_S: Final = 10.0
 _PIPE_COLUMNS: Final = 120
 _AFTER_LOSS_S: Final = 10.0
-_MICROS: Final = click.FloatRange(min=0, max=1e9)
+_MICROS: Final = RealRange(min=0, max=1e9)
+_SEED: Final = click.IntRange(min=0)
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -48,29 +52,35 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 @click.option("--placement", type=_FILE, help="Where the experts live. [default: by --policy]")
 @click.option("--policy", type=click.Choice(NAMES), default="cost-ranked", show_default=True)
 @click.option("--trace", "traces", type=_FILE, multiple=True, help="Routing; may be repeated.")
-@click.option("--synth", "synth_seed", type=int, default=1, help="Seed of a synthetic trace.")
+@click.option(
+    "--synth",
+    "synth_seed",
+    type=_SEED,
+    default=1,
+    help="Seed of a synthetic trace.",
+)
 @click.option("--curves", type=_FILE, help="Hop curves from a file of `k3 status --json`.")
-@click.option("--hop-spread", type=click.FloatRange(1, 100), help="p99 over p50 of every hop.")
+@click.option("--hop-spread", type=RealRange(1, 100), help="p99 over p50 of every hop.")
 @click.option("--serial-us", type=_MICROS, help="Station's own time per layer.")
 @click.option("--shared-us", type=_MICROS, help="Station's time per layer while rows travel.")
 @click.option("--message-us", type=_MICROS, help="Station's time per dispatch, and per reply.")
-@click.option("--link-gbit", type=click.FloatRange(min=1e-6, max=1e6), help="Station's link.")
+@click.option("--link-gbit", type=RealRange(min=1e-6, max=1e6), help="Station's link.")
 @click.option("--rest-ms", type=_MICROS, help="Per token, beside the layers.")
 @click.option("--cold-us", type=_MICROS, help="One expert of a lost place.  [default: 1347]")
 @click.option("--cores", type=click.IntRange(1, 1024), help="All on one host with so many cores.")
 @click.option("--one-host", is_flag=True, help="With --url: its nodes share a host.")
-@click.option("--streams", type=click.IntRange(1, 65_536), default=1, show_default=True)
-@click.option("--lanes", type=click.IntRange(1, 65_536), help="Groups of streams. [default: all]")
+@click.option("--streams", type=click.IntRange(1, 16_384), default=1, show_default=True)
+@click.option("--lanes", type=click.IntRange(1, 16_384), help="Groups of streams. [default: all]")
 @click.option("--tokens", type=click.IntRange(2, 10**6), help="Per stream. [default: 200 in all]")
 @click.option("--prompt", "prompt_tokens", type=click.IntRange(0, 2**20), default=0)
 @click.option("--answer", "answer_tokens", type=click.IntRange(1, 2**20), help="[default: no end]")
-@click.option("--prefill", type=click.IntRange(1, 2**16), default=64, help="Tokens per chunk.")
-@click.option("--arrivals", type=click.FloatRange(0, 1e6), default=0.0, help="Requests per second.")
+@click.option("--prefill", type=click.IntRange(1, 2**12), default=64, help="Tokens per chunk.")
+@click.option("--arrivals", type=RealRange(0, 1e6), default=0.0, help="Requests per second.")
 @click.option("--lose", "losses", multiple=True, help="NODE@SECONDS: a node is gone from then on.")
-@click.option("--rehome-s", type=click.FloatRange(0, 1e6), default=20.0, show_default=True)
+@click.option("--rehome-s", type=RealRange(0, 1e6), default=20.0, show_default=True)
 @click.option("--sweep", "sweep_text", help="sparks=1..64, lanes=1..4096 or streams=1,2,4.")
 @click.option("--what-decides", is_flag=True, help="What 10 % of each figure gives.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything drawn.")
+@click.option("--seed", type=_SEED, default=0, show_default=True, help="Of everything drawn.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(**options: Any) -> None:
     """Tokens per second of a pod, for one and many streams, and what decides them.
@@ -99,6 +109,10 @@ def _check_together(options: dict[str, Any]) -> None:
     asked = [name for name in ("sweep_text", "what_decides", "losses") if options[name]]
     if len(asked) > 1:
         raise click.UsageError("give one of --sweep, --what-decides and --lose")
+    if options["tokens"] and (options["losses"] or options["sweep_text"]):
+        raise click.UsageError("--lose and --sweep set how long it is played: leave out --tokens")
+    if options["arrivals"] and not options["answer_tokens"]:
+        raise click.UsageError("--arrivals needs --answer: a request that never ends is the last")
 
 
 def _once(prepared: Prepared, work: Workload, options: dict[str, Any]) -> None:
@@ -107,10 +121,12 @@ def _once(prepared: Prepared, work: Workload, options: dict[str, Any]) -> None:
     from services.simulator.phases import phases
 
     pod = prepared.pod
-    losses = [parse_loss(text, options["rehome_s"], pod) for text in options["losses"]]
+    losses = parse_losses(options["losses"], options["rehome_s"], pod)
     run = Simulation(pod, prepared.routed, work, losses=losses, seed=options["seed"])
     tally = run.run()
     outcome = tally.outcome(pod, streams=work.streams, layers=prepared.routed.layers)
+    if not outcome.tokens:
+        raise ConfigError(NOTHING_CAME)
     emitted_s = [at / 1e9 for at in tally.emitted_ns]
     stretches = phases(pod, losses, emitted_s, outcome.seconds) if losses else ()
     crossover_us = 1000 * outcome.expert_path_ms / prepared.routed.layers
@@ -238,10 +254,7 @@ def _print_json(prepared: Prepared, found: dict[str, Any]) -> None:
 
 
 def _console(prepared: Prepared) -> Console:
-    from rich.console import Console
-
-    wide = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    console = Console(highlight=False, soft_wrap=True, width=wide)
+    console = table_console(_PIPE_COLUMNS)
     console.print(f"{prepared.source}, experts placed {prepared.policy}", markup=False)
     return console
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shared.core.errors import ConfigError
 
-_SIGMAS_OF_P99: Final = 2.326  # of a normal distribution
+SIGMAS_OF_P99: Final = 2.326  # of a normal distribution
 
 Floats = npt.NDArray[np.float64]
 
@@ -47,10 +47,29 @@ class CostCurve:
         return cls((0.0, 1.0), (fixed_us, fixed_us + per_expert_us), spread)
 
     @classmethod
-    def measured(cls, points: Mapping[int, float], *, spread: float = 1.0) -> CostCurve:
-        """From mean microseconds by experts; noise that falls with more experts is levelled."""
+    def measured(
+        cls,
+        points: Mapping[int, float],
+        *,
+        weights: Mapping[int, int] | None = None,
+        spread: float = 1.0,
+    ) -> CostCurve:
+        """From mean microseconds by experts; `weights` says of how many dispatches each is.
+
+        Noise that falls with more experts is levelled to the mean of the points in question by
+        weight, so that a point of one unlucky dispatch does not raise all beyond it.
+        """
         experts = sorted(points)
-        levelled = np.maximum.accumulate([points[count] for count in experts])
+        levels: list[tuple[float, float, int]] = []  # mean, weight, points
+        for count in experts:
+            us, weight, merged = points[count], 1.0 if weights is None else weights[count], 1
+            while levels and levels[-1][0] > us:
+                other_us, other_weight, others = levels.pop()
+                total = weight + other_weight
+                us = (us * weight + other_us * other_weight) / total
+                weight, merged = total, merged + others
+            levels.append((us, weight, merged))
+        levelled = [us for us, _, merged in levels for _ in range(merged)]
         return cls(tuple(map(float, experts)), tuple(map(float, levelled)), spread)
 
     @property
@@ -73,7 +92,7 @@ class CostCurve:
         us = self.at(experts)
         if self.spread == 1.0:
             return us
-        sigma = math.log(self.spread) / _SIGMAS_OF_P99
+        sigma = math.log(self.spread) / SIGMAS_OF_P99
         luck: Floats = rng.lognormal(-sigma * sigma / 2, sigma, us.shape)
         return us * luck
 

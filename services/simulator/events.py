@@ -61,6 +61,7 @@ class _Lane:
     streams: list[_Stream]
     batch: list[tuple[_Stream, int]] = field(default_factory=list)  # a stream and its tokens
     tokens: int = 0
+    routed: Routed | None = None  # by which `visits` were found
     growth: float = 1.0  # of the Station's work, for so many tokens
     layer: int = 0
     visits: list[list[Visit]] = field(default_factory=list)
@@ -94,7 +95,7 @@ class Simulation:
     def __init__(
         self, pod: SimPod, routed: Routed, work: Workload, *, losses: Iterable[Loss], seed: int
     ) -> None:
-        """The routing has the places of the pod, in its order."""
+        """The routing has the places of the pod, in its order; a place is lost at most once."""
         assert routed.assignment.places == len(pod.places), "a routing over another pod's places"
         self._pod = pod
         self._routed = routed
@@ -177,16 +178,20 @@ class Simulation:
         if not lane.batch:
             self._push(min(stream.arrived_ns for stream in lane.streams), _START, lane)
             return
-        spans = [np.arange(stream.position, stream.position + n) for stream, n in lane.batch]
-        tokens = np.concatenate(spans) % self._routed.tokens
-        visits = self._routed.visits(tokens)
-        lane.visits = self._costing.layers(visits, self._routed.layers)
-        lane.tokens = len(tokens)
-        lane.growth = 1 + (len(tokens) - 1) * self._pod.station.token_share
+        self._route(lane)
+        lane.growth = 1 + (lane.tokens - 1) * self._pod.station.token_share
         lane.layer = 0
         lane.began_ns = now
         lane.parts = Parts()
         self._dispatch(lane, now)
+
+    def _route(self, lane: _Lane) -> None:
+        """Which places the step's tokens ask, as things are now."""
+        spans = [np.arange(stream.position, stream.position + n) for stream, n in lane.batch]
+        tokens = np.concatenate(spans) % self._routed.tokens
+        lane.visits = self._costing.layers(self._routed.visits(tokens), self._routed.layers)
+        lane.tokens = len(tokens)
+        lane.routed = self._routed
 
     def _ask(self, stream: _Stream, now: int) -> None:
         """The stream's next request: at once, or when the next one happens to arrive."""
@@ -199,19 +204,26 @@ class Simulation:
             stream.arrived_ns = self._request_ns
 
     def _reroute(self, now: int) -> None:
-        """Losses and new homes take effect at the next step of a lane."""
+        """Losses and new homes take effect at the next layer of a lane."""
         while self._losses and round(self._losses[0].at_s * 1e9) <= now:
             self._routed = self._routed.without(self._losses.popleft().place)
         while self._heirs and round((self._heirs[0].at_s + self._heirs[0].rehome_s) * 1e9) <= now:
             lost = self._heirs.popleft().place
             heirs = [heir for heir in self._pod.heirs(lost) if self._lost_ns[heir] > now]
+            still_lost = [place for place, at in enumerate(self._lost_ns) if at <= now]
             if heirs:
-                self._routed = self._routed.rehomed(lost, np.array(heirs, np.int64))
+                self._routed = self._routed.rehomed(
+                    lost, np.array(heirs, np.int64), still_lost=still_lost
+                )
 
     def _dispatch(self, lane: _Lane, ready: int) -> None:
         """The Station's first half of a layer."""
         nanos, tally, lost_ns = self._nanos, self._tally, self._lost_ns
         begin = max(ready, self._station_ns)
+        if self._losses or self._heirs:
+            self._reroute(begin)
+        if lane.routed is not self._routed:
+            self._route(lane)
         before = round(nanos.before * lane.growth)
         local = round(nanos.shared * lane.growth)
         posted = begin + before

@@ -9,34 +9,51 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from services.planner.assignment import Assignment
 from services.planner.cost import PlaceCosts
 from services.planner.pod import Pod
-from services.simulator.curve import CostCurve
+from services.simulator.curve import SIGMAS_OF_P99, CostCurve
 from services.simulator.model import SimPlace, SimPod, SimStation
 from services.simulator.routed import Counts
 from shared.core.errors import ConfigError
 from shared.core.placement import Tier
+from station.hop_table import EXPERTS_MAX
 
-_SIGMAS_OF_P99: Final = 2.326
 DISPATCHES_MIN: Final = 200  # of a node, before its hop table is believed
+LAYERS_MAX: Final = 1024
 _BITS: Final = 8
 _GIGA: Final = 1e9
+_DECODE: Final = (
+    "serial_us",
+    "wait_us",
+    "post_us",
+    "local_experts_us",
+    "shared_experts_us",
+    "combine_us",
+    "collect_us",
+    "cold_us",
+    "trip_us",
+)
+
+# bounds: a status may come from anything that answers at an address
+Micros = Annotated[float, Meta(ge=0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class HopPoint(msgspec.Struct, frozen=True):
     """Mean of a node's one-token dispatches of so many experts."""
 
-    experts: int
-    dispatches: int
-    hop_us: float
-    node_us: float
-    node_us_sd: float = 0.0
+    experts: Annotated[int, Meta(ge=1, le=EXPERTS_MAX)]
+    dispatches: Count
+    hop_us: Micros
+    node_us: Micros
+    node_us_sd: Micros = 0.0
 
 
 class MeasuredNode(msgspec.Struct, frozen=True):
@@ -44,9 +61,15 @@ class MeasuredNode(msgspec.Struct, frozen=True):
 
     name: str
     tier: Tier
-    experts: int
-    rows: int
+    experts: Annotated[int, Meta(ge=0, le=2**22)]
+    rows: Count
+    state: str = ""
     hops: tuple[HopPoint, ...] = ()
+
+    @property
+    def is_station(self) -> bool:
+        """Whether the Station computes its experts itself."""
+        return self.state == "local"
 
     @property
     def dispatches(self) -> int:
@@ -58,8 +81,8 @@ class MeasuredPod(msgspec.Struct, frozen=True):
     """`k3 status --json`, as far as a simulation is fed with it."""
 
     model: str
-    decode: dict[str, float]
-    nodes: tuple[MeasuredNode, ...]
+    decode: dict[str, Annotated[float, Meta(ge=0, le=1e15)]]
+    nodes: Annotated[tuple[MeasuredNode, ...], Meta(min_length=1, max_length=4096)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +200,15 @@ def curve_of(
     count: dict[int, int] = {}
     total: dict[int, float] = {}
     varied = 0.0
-    for point in (point for node in nodes for point in node.hops):
+    for point in (point for node in nodes for point in node.hops if point.dispatches):
         count[point.experts] = count.get(point.experts, 0) + point.dispatches
         total[point.experts] = total.get(point.experts, 0.0) + point.dispatches * point.node_us
         varied += point.dispatches * (point.node_us_sd / max(point.node_us, 1.0)) ** 2
     points = {k: total[k] / count[k] + trip_us for k in count}
     if is_shared:
-        return CostCurve.measured(points)
+        return CostCurve.measured(points, weights=count)
     sigma = math.sqrt(math.log1p(varied / max(1, sum(count.values()))))
-    return CostCurve.measured(points, spread=math.exp(_SIGMAS_OF_P99 * sigma))
+    return CostCurve.measured(points, weights=count, spread=math.exp(SIGMAS_OF_P99 * sigma))
 
 
 def likeness(
@@ -212,15 +235,20 @@ def fed(measured: MeasuredPod, *, source: str, is_shared: bool, cores: int | Non
     ConfigError while the pod has not decoded enough to know.
     """
     decode, nodes = measured.decode, measured.nodes
-    remote = [node for node in nodes if node.hops]
-    if not decode.get("layers_per_token") or any(
-        node.dispatches < DISPATCHES_MIN for node in remote
-    ):
+    remote = [node for node in nodes if not node.is_station]
+    if not decode.get("steps") or not decode.get("layers_per_token"):
+        raise _too_little(source, "the Station")
+    for node in remote:
+        # without curve it is not known what a node costs, be it absent or never asked
+        if node.dispatches < DISPATCHES_MIN:
+            raise _too_little(source, node.name)
+    if missing := [name for name in _DECODE if name not in decode]:
         raise ConfigError(
-            f"{source}: the pod has decoded too little to be simulated: let every node answer "
-            f"{DISPATCHES_MIN} dispatches of one token first, for example with `k3 bench pod --url`"
+            f"{source}: its decode times lack {', '.join(missing)}: use the k3 of the pod's version"
         )
     layers = round(decode["layers_per_token"])
+    if not 1 <= layers <= min(LAYERS_MAX, sum(node.experts for node in nodes)):
+        raise ConfigError(f"{source}: {layers} layers per token: is this the status of a pod?")
     counted = decode["steps"] * decode["layers_per_token"]
     rows = {node.name: max(1, node.rows) for node in nodes}
     sent = sum(point.experts * point.dispatches for node in remote for point in node.hops)
@@ -239,12 +267,19 @@ def fed(measured: MeasuredPod, *, source: str, is_shared: bool, cores: int | Non
             curve_of([node], trip_us, is_shared=is_shared),
             wire_us=trip_us,
         )
-        if node.hops
+        if not node.is_station
         else SimPlace(node.name, "hbm", own)
         for node in nodes
     )
     pod = SimPod(_station(decode, asked, cores), places)
     return FedPod(pod, assignment, histogram, top_k, layer_us(measured))
+
+
+def _too_little(source: str, who: str) -> ConfigError:
+    return ConfigError(
+        f"{source}: the pod has decoded too little to be simulated ({who}): let every node answer "
+        f"{DISPATCHES_MIN} dispatches of one token first, for example with `k3 bench pod --url`"
+    )
 
 
 def _station(decode: Mapping[str, float], asked: float, cores: int | None) -> SimStation:
@@ -285,7 +320,7 @@ def _node_between(before: MeasuredNode, after: MeasuredNode) -> MeasuredNode:
         for point in after.hops
     )
     kept = tuple(point for point in hops if point.dispatches)
-    return MeasuredNode(after.name, after.tier, after.experts, after.rows - before.rows, kept)
+    return msgspec.structs.replace(after, rows=after.rows - before.rows, hops=kept)
 
 
 def _point_between(before: HopPoint, after: HopPoint) -> HopPoint:

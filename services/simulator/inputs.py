@@ -32,7 +32,8 @@ SYNTH_TOKENS: Final = 4705  # as many as the published comparison of policies ha
 SYNTH_REQUESTS: Final = 40
 _DRAWN_TOKENS: Final = 2000
 _PROPOSALS: Final = 1000  # per layer, of the planner's search
-_LOSS_FORM: Final = "write NODE@SECONDS, for example spark3@5"
+LOSS_S_MAX: Final = 3600.0  # longer is played for hours and says nothing new
+_LOSS_FORM: Final = f"write NODE@SECONDS, for example spark3@5, at most {LOSS_S_MAX:.0f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def loss_time_s(text: str) -> float:
         at_s = float(seconds)
     except ValueError:
         at_s = -1.0
-    if not at or not 0 <= at_s < 1e6:
+    if not at or not 0 <= at_s <= LOSS_S_MAX:
         raise ConfigError(f"loss {text!r} is not understood: {_LOSS_FORM}")
     return at_s
 
@@ -108,6 +109,16 @@ def parse_loss(text: str, rehome_s: float, pod: SimPod) -> Loss:
     if pod.places[place].is_station:
         raise ConfigError(f"{name} is the Station's own memory: without it there is no pod to lose")
     return Loss(place, at_s, rehome_s)
+
+
+def parse_losses(texts: Sequence[str], rehome_s: float, pod: SimPod) -> list[Loss]:
+    """As `parse_loss`; ConfigError also for a place that is lost twice."""
+    losses = [parse_loss(text, rehome_s, pod) for text in texts]
+    for index, loss in enumerate(losses):
+        if any(loss.place == other.place for other in losses[:index]):
+            name = pod.places[loss.place].name
+            raise ConfigError(f"{name} is lost twice: a place that is gone does not come back")
+    return losses
 
 
 def overridden(pod: SimPod, **figures: float | None) -> SimPod:

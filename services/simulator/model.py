@@ -141,7 +141,7 @@ class Loss:
 
     Its experts are computed from the cold store until `rehome_s` later, then by the places of its
     tier that are left; when there are none they stay cold. An expert with a copy elsewhere is
-    served by the copy at once.
+    served by the copy from the next layer on; rows in flight are computed cold.
     """
 
     place: int

@@ -23,13 +23,14 @@ def phases(
     pod: SimPod, losses: Sequence[Loss], emitted_s: Sequence[float], end_s: float
 ) -> tuple[Phase, ...]:
     """Tokens per second between losses and new homes; `emitted_s` rises."""
-    changes = [(0.0, "all places")]
-    for loss in losses:
-        name = pod.places[loss.place].name
-        changes.append((loss.at_s, f"{name} lost, its experts cold"))
-        if pod.heirs(loss.place):
-            changes.append((loss.at_s + loss.rehome_s, f"{name}'s experts have new homes"))
-    changes = sorted(change for change in changes if change[0] < end_s)
+    happened = {0.0: ["all places"]}
+    lost_s = {loss.place: loss.at_s for loss in losses}
+    for loss in sorted(losses, key=lambda loss: loss.at_s):
+        name, home_s = pod.places[loss.place].name, loss.at_s + loss.rehome_s
+        happened.setdefault(loss.at_s, []).append(f"{name} lost, its experts cold")
+        if any(lost_s.get(heir, end_s) > home_s for heir in pod.heirs(loss.place)):
+            happened.setdefault(home_s, []).append(f"{name}'s experts have new homes")
+    changes = sorted((at, "; ".join(what)) for at, what in happened.items() if at < end_s)
     ends = [at for at, _ in changes[1:]] + [end_s]
     found = []
     for (start, what), end in zip(changes, ends, strict=True):

@@ -6,6 +6,7 @@ Must not know time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,10 +88,13 @@ class Routed:
         moves = (self.place == lost) & (other != NOWHERE) & (other != lost)
         return replace(self, place=np.where(moves, other, self.place))
 
-    def rehomed(self, lost: int, heirs: npt.NDArray[np.int64]) -> Routed:
+    def rehomed(
+        self, lost: int, heirs: npt.NDArray[np.int64], *, still_lost: Iterable[int] = ()
+    ) -> Routed:
         """The experts of a lost place, dealt over `heirs` within each layer.
 
-        ConfigError when there is nobody to take them.
+        Places `still_lost` stay without tokens that another copy can take. ConfigError when there
+        is nobody to take them.
         """
         if not len(heirs):
             raise ConfigError("the lost place was the only one of its tier: nobody inherits")
@@ -100,7 +104,10 @@ class Routed:
         layers, _ = orphans = np.nonzero(home == lost)
         home[orphans] = heirs[_rank_in_group(layers) % len(heirs)]
         moved = replace(self.assignment, home=home, copy=copy)
-        return replace(self, place=_chosen(self.ids, moved, self.costs), assignment=moved)
+        routed = replace(self, place=_chosen(self.ids, moved, self.costs), assignment=moved)
+        for place in still_lost:
+            routed = routed.without(place)
+        return routed
 
     def _distinct(self, ids: Ids, place: Places) -> Counts:
         """Distinct experts per (layer, place), flat; one that serves at both its places is two."""

@@ -21,12 +21,18 @@ from services.simulator.routed import Routed, respread
 from services.simulator.tally import LATENCY, Outcome
 from shared.core.errors import ConfigError
 
+NOTHING_CAME: Final = (
+    "no token came to its end in the simulated time: raise --arrivals, or lower the times"
+)
 CHANGE: Final = 0.1  # of each figure
 FLAT: Final = 0.01  # a step that gains less has met a limit
 FLAT_STEPS: Final = 2
 _TOKENS: Final = 200  # of one simulation, over all streams
 _TOKENS_OF_STREAM: Final = 3  # at least: one to start with, two to measure
-_RANGE: Final = re.compile(r"(sparks|lanes|streams)=([0-9]+(?:,[0-9]+)*|([0-9]+)\.\.([0-9]+))\Z")
+_COUNT: Final = "[0-9]{1,9}"
+_RANGE: Final = re.compile(
+    rf"(sparks|lanes|streams)=({_COUNT}(?:,{_COUNT})*|({_COUNT})\.\.({_COUNT}))\Z"
+)
 _COUNT_MAX: Final = 16_384
 
 
@@ -109,6 +115,8 @@ def saturated_at(points: list[Point]) -> Point | None:
 def what_decides(pod: SimPod, routed: Routed, work: Workload, seed: int) -> list[Lever]:
     """Each figure reduced by 10 % (a bandwidth: raised), largest gain first."""
     base = simulate(pod, routed, work, seed=seed)
+    if not base.tokens:
+        raise ConfigError(NOTHING_CAME)
     levers = []
     for figure, (value, unit, changed) in _figures(pod).items():
         outcome = simulate(changed, routed, work, seed=seed)

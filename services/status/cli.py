@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 import msgspec
 
 from services.pod.endpoint import open_client, token_option, url_option
+from services.streams import table_console
 
 _ANSWER_S = 10.0
 _PIPE_COLUMNS = 160
@@ -22,7 +21,6 @@ def status(*, url: str, token: str | None, as_json: bool) -> int:
 
     Exit status: 0 when the pod is ready, 1 when it is not or does not answer.
     """
-    from rich.console import Console
 
     from services.status.client import fetch_status
     from services.status.table import headline, losses, node_table, parse
@@ -33,8 +31,7 @@ def status(*, url: str, token: str | None, as_json: bool) -> int:
         click.echo(msgspec.json.encode(answer).decode())
         return 0 if answer.get("ready") is True else 1
     pod = parse(answer, url=url)
-    wide = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    console = Console(highlight=False, soft_wrap=True, width=wide)
+    console = table_console(_PIPE_COLUMNS)
     for line in (*headline(pod), ""):
         console.print(line, markup=False)
     console.print(node_table(pod))

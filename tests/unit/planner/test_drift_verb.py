@@ -220,6 +220,19 @@ def test_wrong_files_are_one_error(
     assert said.count("\n") == 1
 
 
+def test_a_placement_without_an_end_is_refused(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device is read up to a bound, not until memory is full."""
+    path = place.folder / "placement.json"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+    assert place.run() == 78
+
+    assert "more than 67108864 bytes" in capsys.readouterr().err
+
+
 def test_other_routing_than_was_planned_on_is_refused(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,23 @@ def test_more_seeds_narrow_the_interval() -> None:
     assert (one.high - one.low) / (four.high - four.low) == pytest.approx(2.0, rel=0.4)
 
 
+def test_runs_that_disagree_widen_the_interval() -> None:
+    """Requests of a run agree to the last digit, runs do not: the next run is not known so well."""
+    base = np.full(30, 100.0)
+    runs = [Paired(share * base, base) for share in (0.93, 0.94, 0.95, 0.96, 0.97)]
+
+    gain, (low, high) = mean_gain(runs)
+
+    assert gain == pytest.approx(0.05)
+    # five runs of deviation 0.0141: 0.0063 for their mean
+    assert high - low == pytest.approx(2 * 1.96 * 0.0063, rel=0.15)
+
+
+def test_where_nothing_is_spent_nothing_is_saved() -> None:
+    """A pod whose places cost nothing: 0, and neither a warning nor a number unknown to JSON."""
+    assert mean_gain([Paired(np.zeros(3), np.zeros(3))]) == (0.0, (0.0, 0.0))
+
+
 def test_one_request_cannot_be_split() -> None:
     """Said before anything is planned."""
     pod, _, shape = usual_pod()

@@ -128,3 +128,35 @@ def test_exchanges_keep_counts_and_pay() -> None:
     assert spent_us(problem, 0, changed, copy).sum() < spent_us(problem, 0, home, copy).sum()
     assert swapped(0.0)[0] > kept
     assert swapped(1e9)[0] == 0
+
+
+def test_exchanges_count_a_token_of_both_experts_once() -> None:
+    """Pair by pair, an exchange is kept exactly when the sum over all tokens falls.
+
+    With copies, exchanging two experts of one token can change its time.
+    """
+    decided = set()
+    for seed in range(8):
+        problem, _, pod, _ = problem_of(seed, tokens=12)
+        rng = np.random.default_rng(seed)
+        home = rng.integers(0, len(pod.nodes), problem.experts).astype(np.int16)
+        copy = rng.integers(-1, len(pod.nodes), problem.experts).astype(np.int16)
+        copy[copy == home] = -1
+        routing_ = problem.layers[0]
+        before = spent_us(problem, 0, home, copy).sum()
+        for one, other in combinations(range(problem.experts), 2):
+            changed = home.copy()
+            changed[[one, other]] = home[[other, one]]
+            if home[one] == home[other] or (copy[[one, other]] == changed[[one, other]]).any():
+                continue
+            saves = spent_us(problem, 0, changed, copy).sum() < before - 1e-6
+
+            found = home.copy()
+            kernel.swap_experts(
+                routing_.ids, routing_.first, routing_.tokens, problem.request, found, copy,
+                problem.table, np.array([[one, other]]), 0.0,
+            )  # fmt: skip
+
+            assert np.array_equal(found, changed if saves else home)
+            decided.add(saves)
+    assert decided == {True, False}

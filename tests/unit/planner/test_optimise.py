@@ -215,3 +215,57 @@ def test_no_budget_still_gives_a_plan() -> None:
     assert found.trial_gain is None
     assert found.exchanges == 0
     assert found.objective_ms <= found.cost_ranked_ms
+
+
+def test_copies_that_pay_only_together_are_kept() -> None:
+    """Two equally slow places: a copy of one expert saves nothing, one of each does.
+
+    Greedy choice looks at one copy at a time and finds none; the hottest experts' copies stay.
+    """
+    shape = shape_of(1, 18, 16)
+    pod = pod_of(
+        *(node(f"grace{n}", "grace", 8) for n in range(2)),
+        *(node(f"spark{n}", "spark", 4) for n in range(2)),
+    )
+    ledger = take_ledger(pod, shape)
+    ids = np.tile(np.arange(16, dtype=np.uint16), (20, 1, 1))
+    trace = Trace(SYNTHETIC, 1, 18, np.zeros(20, np.int32), np.arange(20, dtype=np.int32), ids)
+
+    found = run(trace, pod, ledger)
+
+    assert found.cost_ranked_ms == pytest.approx(8 * 53 / 1e3)
+    assert found.objective_ms < found.cost_ranked_ms
+    assert path_ms(trace, found.assignment, pod) == pytest.approx(found.objective_ms)
+
+
+def test_a_node_too_slow_to_help_holds_no_copies() -> None:
+    """P9: copies pay on the Sparks with room; at ten times the hop no token would choose one."""
+    shape = shape_of(4, 24, 8)
+    total = shape.routed_experts
+    pod = pod_of(
+        node("grace", "grace", total // 2),
+        *(node(f"spark{n}", "spark", total // 2) for n in range(2)),
+        node("slow", "spark", total // 2, times=10.0),
+    )
+    ledger = take_ledger(pod, shape)
+    trace = routing(shape, tokens=100, requests=8)
+
+    # no time to look for better copies than those of the hottest experts, everywhere
+    found = optimise(trace, pod, ledger, effort=Effort(budget_s=0.0), clock=lambda: 0.0)
+
+    assert found.assignment.used()[3] == 0
+    assert found.assignment.copies > 0
+    assert found.objective_ms < found.cost_ranked_ms
+    assert path_ms(trace, found.assignment, pod) == pytest.approx(found.objective_ms)
+
+
+def test_a_pod_whose_places_cost_nothing_is_planned() -> None:
+    """Nothing to save is no division by zero, here or in the cross-validation."""
+    shape = shape_of(2, 8)
+    pod = pod_of(*(node(f"hbm{n}", "hbm", 12, times=0.0) for n in range(2)))
+    ledger = take_ledger(pod, shape)
+
+    found = run(routing(shape, tokens=60, requests=9), pod, ledger)
+
+    assert found.objective_ms == 0.0
+    assert found.trial_gain == 0.0

@@ -78,6 +78,7 @@ def test_the_plans_pod_is_compared_with_its_published_figures() -> None:
     assert line.rstrip().endswith("fitted")
     assert "agreement is by construction" in answer.output
     assert "73% published" in answer.output
+    assert "tok/s agree by construction" in answer.output
 
 
 def test_one_policy_is_written_checked_and_fit_for_banks(

@@ -100,6 +100,10 @@ def test_sizes_counts_and_marks_are_read_to_the_byte() -> None:
         ("serial_us = 400.0", "serial_us = -1.0", r"token\.serial_us"),
         ("serial_us = 400.0", "", r"serial_us"),
         ("name = \"two\"", "name = two", r"not valid TOML.*line 2"),
+        ("name = \"two\"", "name = \"\"", r"length >= 1.*name"),
+        ("name = \"two\"", "name = \"\\u001b[31mtwo\"", r"regex.*name"),
+        ("what = \"weights\"", "what = \"a\\nb\"", r"nodes\[0\] hbm.*what"),
+        ("[token]", "[published]\nsource = \"x\"\ntotal_gib = nan\n[token]", r"total_gib"),
     ],
 )  # fmt: skip
 def test_a_wrong_pod_is_one_error_that_names_file_and_key(old: str, new: str, said: str) -> None:

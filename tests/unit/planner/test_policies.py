@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -17,7 +18,7 @@ from services.planner.pod_file import read_pod
 from services.planner.policies import POLICIES, PolicyName
 from services.planner.spread import apportion, share_out
 from shared.core.errors import PlacementError, PodError
-from shared.core.placement import decode, encode
+from shared.core.placement import check, decode, encode
 from shared.core.shape import K3, ModelShape
 from tests.unit.planner.small import histogram_of, node, pod_of, shape_of, usual_pod
 
@@ -248,6 +249,24 @@ def test_assignments_that_break_a_law_are_refused() -> None:
             broken.check()
     with pytest.raises(PlacementError, match="place 1 holds 3 experts of layer index 0"):
         with_copy(0, 0, 1).check(layer_max=np.array([2, 2]))
+
+
+def test_a_placement_with_two_copies_of_an_expert_is_no_plan() -> None:
+    """The file may hold them; arrays of one copy would leave one out and say nothing."""
+    shape = shape_of(1, 2, 1)
+    pod = pod_of(*(node(f"spark{n}", "spark", 2) for n in range(3)))
+    one = Assignment(np.array([[0, 0]], np.int16), np.array([[1, -1]], np.int16), np.full(3, 2))
+    placement = one.to_placement(pod, shape, model_digest="m", policy="x", trace_digest="")
+    first, second, third = placement.nodes
+    third = msgspec.structs.replace(third, copies=second.copies)
+    two = msgspec.structs.replace(placement, nodes=(first, second, third))
+    check(two)
+
+    assert np.array_equal(Assignment.of_placement(placement, [2, 2, 2]).copy, one.copy)
+    with pytest.raises(
+        PlacementError, match="layer 1 expert 0 has more than one copy, node spark2"
+    ):
+        Assignment.of_placement(two, [2, 2, 2])
 
 
 @settings(max_examples=200, deadline=None)

@@ -189,6 +189,7 @@ def test_a_fit_never_draws_what_was_never_seen() -> None:
         ({"clusters": 65}, {}, "65 clusters of 64"),
         ({"clusters": 2, "clusters_active": 3}, {}, "3 active of 2"),
         ({"topics": 1}, {}, "2 topics per request of 1"),
+        ({}, {"shape": msgspec.structs.replace(SMALL, experts=2**16)}, "a trace holds 65535"),
         ({}, {"fit": np.ones((3, 64), np.int64)}, "the model"),
         ({}, {"fit": np.zeros((2, 64), np.int64)}, "layer 1 is no count"),
         ({}, {"fit": np.eye(2, 64, dtype=np.int64)}, "layer 1 is no count"),

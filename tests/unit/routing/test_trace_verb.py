@@ -147,6 +147,11 @@ def test_synth_takes_the_sizes_of_a_checkpoint(
         ("synth", "--out", "x", "--param", "cold_fraction=1.5"),
         ("synth", "--out", "x", "--tokens", "0"),
         ("split", "x", "--fraction", "1.0", "--out-a", "a", "--out-b", "b"),
+        ("split", "x", "--fraction", "nan", "--out-a", "a", "--out-b", "b"),
+        ("split", "x", "--seed", "-1", "--out-a", "a", "--out-b", "b"),
+        ("split", "x", "--out-a", "a", "--out-b", "./a"),
+        ("split", "x", "--out-a", "a", "--out-b", "x"),
+        ("record", "--out", "x", "--seconds", "nan"),
         ("record", "--out", "x", "--name", "../up"),
         ("record", "--out", "x", "--file-bytes", "10"),
         ("info",),
@@ -195,6 +200,12 @@ def test_a_foreign_histogram_is_refused(tmp_path: Path, text: bytes, words: str)
         histograms.read(path)
 
     assert str(path) in str(failure.value)
+
+
+def test_a_file_without_an_end_is_no_histogram() -> None:
+    """A device is read up to a bound, not until memory is full."""
+    with pytest.raises(TraceError, match="more than 67108864 bytes"):
+        histograms.read(Path("/dev/zero"))
 
 
 def test_no_pod_is_one_line_and_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,6 +258,11 @@ SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\
         (SSE + b"content-length: 100\r\n\r\ndata: {}\n\n", PodUnreachable, "broke"),
         (b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\n\r\n<p>", PodRefused, "with a stream"),
         (b"HTTP/1.1 502 Bad\r\nconnection: close\r\n\r\n<p>proxy", PodRefused, "502: <p>proxy"),
+        (
+            b"HTTP/1.1 502 Bad\r\nconnection: close\r\n\r\n<p>\n\x1b[31m",
+            PodRefused,
+            r"502: <p> \[31m",
+        ),
         (b"nonsense\r\n\r\n", PodUnreachable, "broke"),
         (b"", PodUnreachable, "broke"),
     ],

@@ -18,14 +18,21 @@ def test_a_straight_curve_is_fixed_plus_slope() -> None:
 
 
 def test_a_measured_curve_goes_through_its_points_and_on() -> None:
-    """Between two points a line, beyond the last the last line; noise never makes it fall."""
+    """Between two points a line, beyond the last the last line; points that fall are averaged."""
     curve = CostCurve.measured({1: 100.0, 3: 140.0, 4: 130.0, 6: 180.0})
 
     assert curve.at(np.array([1.0, 2.0, 3.0, 4.0, 5.0, 8.0])).tolist() == [
-        100.0, 120.0, 140.0, 140.0, 160.0, 220.0
+        100.0, 117.5, 135.0, 135.0, 157.5, 225.0
     ]  # fmt: skip
-    assert curve.fixed_us == 80.0
+    assert curve.fixed_us == 82.5
     assert CostCurve.measured({2: 50.0}).at(np.array([1.0, 9.0])).tolist() == [50.0, 50.0]
+
+
+def test_one_unlucky_dispatch_does_not_raise_the_curve() -> None:
+    """10 ms once, for one expert, before 100 us nine hundred times for two."""
+    curve = CostCurve.measured({1: 10_000.0, 2: 100.0, 3: 150.0}, weights={1: 1, 2: 899, 3: 100})
+
+    assert curve.at(np.array([1.0, 2.0, 3.0])).tolist() == [111.0, 111.0, 150.0]
 
 
 def test_luck_keeps_the_mean_and_has_the_spread() -> None:

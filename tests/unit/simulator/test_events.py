@@ -218,6 +218,40 @@ class TestLoss:
         # 250 us with two places, 300 with one
         assert outcome.tokens == pytest.approx(0.1 / 250e-6 + 0.2 / 300e-6, abs=8)
 
+    def test_a_copy_takes_over_within_a_token(self) -> None:
+        """From the next layer on, not from the next token: only what was in flight is cold."""
+        layers = 50
+        simulated = pod(place("spark0", "spark", 100), place("spark1", "spark", 150), detect_us=0.0)
+        routing = routed(simulated, [[0]] * layers, [[[0]] * layers], copies=[[1]] * layers)
+        outcome = simulate(
+            simulated, routing, Workload(seconds=0.3), losses=[Loss(0, at_s=0.1025, rehome_s=10.0)]
+        )
+
+        assert outcome.cold_experts <= 1
+
+    def test_new_homes_of_one_leave_another_lost(self) -> None:
+        """Expert 1 is served by its copy before and after expert 0 finds a new home."""
+        nodes = [place(f"spark{index}", "spark", 100.0) for index in range(3)]
+        simulated = pod(*nodes, place("spark3", "spark", 200.0), detect_us=0.0)
+        routing = routed(simulated, [[0, 1]], [[[0, 1]]], copies=[[-1, 3]])
+        losses = [Loss(1, at_s=0.05, rehome_s=50.0), Loss(0, at_s=0.1, rehome_s=0.1)]
+        outcome = simulate(simulated, routing, Workload(seconds=1.0), losses=losses)
+
+        # 300 us per token, and for 0.1 s one cold expert, which takes longer than the hop beside it
+        cold = 0.1 / 1447e-6
+        assert outcome.cold_experts == pytest.approx(cold, abs=4)
+        assert outcome.tokens == pytest.approx(0.05 / 200e-6 + 0.85 / 300e-6 + cold, abs=8)
+
+    def test_phases_say_what_happened(self) -> None:
+        """Two at once are one change; whoever has no heir left finds no new home."""
+        both = [Loss(index, at_s=0.1, rehome_s=0.1) for index in (0, 1)]
+
+        found = phases(self.pair(), both, [], 0.4)
+
+        assert [phase.what for phase in found] == [
+            "all places", "spark0 lost, its experts cold; spark1 lost, its experts cold"
+        ]  # fmt: skip
+
     def test_the_only_place_of_a_tier_has_no_heir(self) -> None:
         """Its experts stay cold: 1,100 us per token to the end."""
         simulated = pod(
