@@ -77,7 +77,8 @@ async def test_people_see_every_node_with_its_counters(start: Start, capsys: Cap
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert lines[0] == "k3-demo: ready, on a miss: exact"
     assert rows["spark0"] == [
-        "spark0", "spark", "serving", "1048577", "72", "1001", "7", "4", "1", "2", "3", "812", "5731",
+        "spark0", "spark", "serving", "1048577", "72",
+        "1001", "7", "4", "1", "2", "3", "812", "5731",
     ]  # fmt: skip
     assert rows["hbm"][-2:] == ["-", "-"]
     assert lines[-1] == "spark1 was lost: its connection closed [red]"
