@@ -29,7 +29,7 @@ def node_command(kind: Kind, *, default_name: str | None = None) -> click.Comman
             f"/etc/k3/{kind}/NAME.toml; options win over the file.\n\n"
             f"Example: k3-{kind} {default_name or 'spark0'} --station tcp://10.0.0.1:8381\n\n"
             "Exit status: 0 stopped, 1 failed, 2 wrong usage, 75 no memory or bank service now, "
-            "78 settings, key or bank refused."
+            "78 settings, key, bank or kernel refused."
         ),
     )
     @name_argument
@@ -49,6 +49,11 @@ def node_command(kind: Kind, *, default_name: str | None = None) -> click.Comman
     )
     @click.option(
         "--memory-wait-us", type=int, help="How long to wait for that much memory. [30000000]"
+    )
+    @click.option(
+        "--canary-period-s",
+        type=float,
+        help="Between two proofs of kernel and memory while the node is idle. [300]",
     )
     @click.pass_context
     def command(

@@ -16,11 +16,11 @@ from shared.core.errors import ConfigError
 from shared.core.loading import WAIT_US
 from shared.core.names import NodeName, PathText, checked_name
 from shared.core.placement import Tier
+from shared.io.settings import read_settings
 
 CONFIG_ROOT: Final = Path("/etc/k3")
 BANK_ROOT: Final = Path("/var/lib/k3/banks")
 STATION_ADDRESS: Final = "tcp://127.0.0.1:8381"
-_FILE_BYTES_MAX: Final = 64 * 1024
 _PATHS: Final = ("bank", "station_key", "node_key")
 
 Kind: TypeAlias = Literal["spark", "grace", "rtx"]
@@ -37,10 +37,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     node_key: PathText
     bank_service: Annotated[str, msgspec.Meta(max_length=256)] = ""  # "": never pull a bank
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
-    kernel: Literal["auto", "cpu", "reference"] = "auto"
+    kernel: Literal["auto", "int16", "bf16", "cpu", "reference"] = "auto"
     pin: bool = True
     memory_floor_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None  # None: by the machine
     memory_wait_us: Annotated[int, msgspec.Meta(ge=0, le=3_600_000_000)] = WAIT_US
+    canary_period_s: Annotated[float, msgspec.Meta(ge=0.05, le=86_400)] = 300
 
 
 def load(
@@ -54,7 +55,7 @@ def load(
     """
     checked_name(name, kind="node")
     file = path or CONFIG_ROOT / kind / f"{name}.toml"
-    written = _from_folder(file.parent, _read(file, must_exist=path is not None))
+    written = _from_folder(file.parent, read_settings(file, must_exist=path is not None))
     if written.get("name", name) != name:
         raise ConfigError(
             f"settings file {file}: its name is {written['name']!r}, but node {name!r} was asked "
@@ -90,23 +91,3 @@ def _from_folder(folder: Path, written: Mapping[str, object]) -> dict[str, objec
         if isinstance(path, str) and path:  # anything else is refused with the field's name
             paths[field] = str(folder / path)
     return {**written, **paths}
-
-
-def _read(file: Path, *, must_exist: bool) -> dict[str, object]:
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(_FILE_BYTES_MAX + 1)
-    except FileNotFoundError:
-        if must_exist:
-            raise ConfigError(f"settings file {file} does not exist: correct --config") from None
-        return {}
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read settings file {file}: {error.strerror}: make it readable for this user"
-        ) from error
-    if len(data) > _FILE_BYTES_MAX:
-        raise ConfigError(f"settings file {file} is larger than {_FILE_BYTES_MAX} bytes")
-    try:
-        return msgspec.toml.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings file {file} is not TOML: {error}; correct it") from error

@@ -12,7 +12,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from structlog.typing import FilteringBoundLogger
 
 from shared.core import wire
 from shared.core.bank_header import BankHeader
-from shared.core.errors import EXIT_FAILED, BankError, ConfigError, MeshError
+from shared.core.errors import BankError, ConfigError, MeshError
 from shared.core.wire import BankFacts, ToNode, ToStation
 from shared.io import journal, keys
 from shared.io.address import parse_address
@@ -37,9 +37,9 @@ from shared.io.process import tie_to_parent
 from shared.io.systemd import Notifier, watchdog_interval_us
 from shared.kernels.select import select_kernel
 from spark_daemon import config as configs
+from spark_daemon.canary import Prover
 from spark_daemon.config import Kind, NodeConfig
 from spark_daemon.executor import BankIndex, Executor
-from spark_daemon.health import CANARY_PERIOD_US
 from spark_daemon.loading import LoadReporter, bank_title, load_bank, stage_bank
 from spark_daemon.node import Node
 from spark_daemon.parts import Connect, NodeParts
@@ -59,7 +59,7 @@ def main(
     """Run node `name` until SIGTERM or SIGINT; the exit status of the process.
 
     0 after a stop, 75 when memory or a bank service was missing, 78 when a person has to act
-    first, 1 after anything else. Every failure is one log line.
+    first, 1 after anything else, such as memory that changed. Every failure is one log line.
     """
     try:
         make_log = journal.configure(sys.stderr, environ, identifier=f"k3-{kind}")
@@ -77,28 +77,9 @@ def main(
     except ExceptionGroup as group:
         failure = group
     if failure is not None:
-        return _report(failure, log)
+        return journal.log_failure(failure, log, "node_failed")
     log.info("node_stopped")
     return 0
-
-
-def _report(group: ExceptionGroup[Exception], log: FilteringBoundLogger) -> int:
-    """One line for an expected end; a traceback only for a bug."""
-    leaves = list(_leaves(group))
-    for leaf in leaves:
-        if isinstance(leaf, MeshError):
-            log.error("node_failed", code=leaf.code, error=str(leaf))
-            return leaf.exit_status
-    log.critical("node_failed", code=MeshError.code, error=str(leaves[0]), exc_info=group)
-    return EXIT_FAILED
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 def _serve(config: NodeConfig, environ: Mapping[str, str], log: FilteringBoundLogger) -> None:
@@ -192,6 +173,8 @@ class _Start:
         if arena is None:
             return None
         self._log_loaded(header, arena, (self.clock_ns() - started_ns) // 1000)
+        executor = Executor(kernel, arena.records, BankIndex(header.rows))
+        reference = select_kernel(header.shape, "reference", header.layout)
         return NodeParts(
             name=config.name,
             tier=config.tier,
@@ -204,14 +187,14 @@ class _Start:
             ),
             incarnation=incarnation,
             pid=os.getpid(),
-            executor=Executor(kernel, arena.records, BankIndex(header.rows)),
-            reference=select_kernel(header.shape, "reference", header.layout),
+            executor=executor,
+            prover=Prover(executor, reference, header),
             fabric=self.fabric,
             ring_thread=self.ring_thread,
             connect=self.link,
             notifier=self.notifier,
             watchdog_us=watchdog_interval_us(self.environ, os.getpid()),
-            canary_period_us=CANARY_PERIOD_US,
+            canary_period_us=int(config.canary_period_s * 1e6),
             clock_ns=self.clock_ns,
             log=self.log,
         )

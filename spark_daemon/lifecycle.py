@@ -18,6 +18,7 @@ BACKOFF_US_MAX: Final = 2_000_000
 GRANT_US: Final = 10_000_000  # from an offer taken to its grant
 BEAT_US_MIN: Final = 10_000  # whatever an offer asks for
 NEVER_US: Final = 2**63 - 1
+STOPS: Final = "the node stops"
 
 
 class NodeState(Enum):
@@ -69,7 +70,9 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The operator wants the process to end."""
+    """The process is to end: the operator wants it, or its canary failed."""
+
+    reason: str = STOPS
 
 
 Event = Connected | Disconnected | Received | LeaseBroken | Ticked | StopRequested
@@ -111,9 +114,10 @@ class CloseLease:
 
 @dataclass(frozen=True, slots=True)
 class SayGoodbye:
-    """Tell the Station that this node stops on purpose."""
+    """Tell the Station that this node stops on purpose, and why."""
 
     epoch: int
+    reason: str = STOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +170,8 @@ class Lifecycle:
                 return self._lose(reason, now_us) if held else (self, ())
             case Ticked(now_us=now_us):
                 return self._tick(now_us)
-            case StopRequested():
-                return self._stop()
+            case StopRequested(reason=reason):
+                return self._stop(reason)
             case _:
                 assert_never(event)
 
@@ -231,12 +235,12 @@ class Lifecycle:
         beat_us = max(BEAT_US_MIN, self.offer.heartbeat_us)
         return replace(self, beat_at_us=now_us + beat_us), (Beat(self.offer.epoch),)
 
-    def _stop(self) -> tuple[Lifecycle, tuple[Action, ...]]:
+    def _stop(self, reason: str) -> tuple[Lifecycle, tuple[Action, ...]]:
         stopping = replace(self, state=NodeState.STOPPING, offer=None)
         if self.offer is None:
             return stopping, ()
         epoch = self.offer.epoch
-        return stopping, (CloseLease(epoch, "the node stops"), SayGoodbye(epoch))
+        return stopping, (CloseLease(epoch, reason), SayGoodbye(epoch, reason))
 
     def _lose(self, reason: str, now_us: int) -> tuple[Lifecycle, tuple[Action, ...]]:
         if self.offer is None:

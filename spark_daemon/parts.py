@@ -16,7 +16,7 @@ from shared.core.wire import BankFacts, ToNode, ToStation
 from shared.io.fabric import Fabric
 from shared.io.link import NodeLink
 from shared.io.systemd import Notifier
-from shared.kernels.expert import ExpertKernel
+from spark_daemon.canary import Prover
 from spark_daemon.executor import Executor
 
 Connect = Callable[[asyncio.TaskGroup], AbstractAsyncContextManager[NodeLink[ToNode, ToStation]]]
@@ -32,7 +32,7 @@ class NodeParts:
     incarnation: int
     pid: int
     executor: Executor
-    reference: ExpertKernel
+    prover: Prover
     fabric: Fabric
     ring_thread: ThreadPoolExecutor  # one worker
     connect: Connect

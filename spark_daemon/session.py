@@ -22,14 +22,15 @@ from shared.core.errors import (
 from shared.io.fabric import FabricError
 from shared.io.link import NodeLink, StationUnreachable
 from spark_daemon import lifecycle
-from spark_daemon.canary import prove
-from spark_daemon.health import Attested, Vitals
+from spark_daemon.canary import CanaryFailed
+from spark_daemon.health import Vitals
 from spark_daemon.held_lease import HeldLease, check_offer, open_rings
 from spark_daemon.lifecycle import Action, Event, Lifecycle, NodeState
 from spark_daemon.parts import NodeParts
 
 EVENTS_MAX: Final = 64
 TICK_US_MAX: Final = 1_000_000
+REASON_CHARS_MAX: Final = 512  # of wire.Text
 GOODBYE_US: Final = 200_000  # for the goodbye to leave the socket before it is closed
 _REFUSALS: Final[dict[str, type[ConfigError]]] = {
     error.code: error
@@ -66,8 +67,8 @@ class Session:
     async def run(self, stop: asyncio.Event) -> Lifecycle:
         """Serve until the connection ends or `stop` is set.
 
-        Raises ConfigError after a permanent refusal, CanaryFailed, and whatever the ring thread
-        dies of.
+        A canary that fails is told to `vitals`, whose owner then sets `stop`. Raises ConfigError
+        after a permanent refusal, and whatever the ring thread dies of.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -92,7 +93,9 @@ class Session:
 
     async def _await_stop(self, stop: asyncio.Event) -> None:
         await stop.wait()
-        await self._events.put(lifecycle.StopRequested())
+        failure = self._vitals.failure
+        reason = lifecycle.STOPS if failure is None else str(failure)
+        await self._events.put(lifecycle.StopRequested(reason))
 
     async def _drive(self, tasks: asyncio.TaskGroup) -> None:
         event: Event = lifecycle.Connected(self._parts.now_us())
@@ -141,8 +144,8 @@ class Session:
                 stops = self._life.state is NodeState.STOPPING
                 say = self._parts.log.info if stops else self._parts.log.warning
                 say("lease_ended", epoch=epoch, reason=reason)
-            case lifecycle.SayGoodbye(epoch=epoch):
-                await self._say_goodbye(epoch)
+            case lifecycle.SayGoodbye(epoch=epoch, reason=reason):
+                await self._say_goodbye(epoch, reason)
             case lifecycle.Fail(code=code, text=text):
                 raise refusal(code, text)
             case _:
@@ -179,23 +182,22 @@ class Session:
             counters=self._vitals.counters,
             clock_ns=parts.clock_ns,
         )
-        row = await asyncio.get_running_loop().run_in_executor(
-            parts.ring_thread,
-            lambda: prove(
-                parts.executor,
-                parts.reference,
-                bank_row=offer.canary_bank_row,
-                seed=offer.canary_seed,
-            ),
-        )
-        self._vitals.attested = Attested(offer.canary_bank_row, offer.canary_seed, row)
+        try:
+            proved = await asyncio.get_running_loop().run_in_executor(
+                parts.ring_thread,
+                lambda: parts.prover.prove(offer.canary_bank_row, offer.canary_seed),
+            )
+        except CanaryFailed as error:
+            self._vitals.fail(error)  # the lease is closed when `stop` follows
+            return
+        self._vitals.attested = proved
         self._link.send(
             wire.LeaseAccepted(
                 sender=parts.name,
                 incarnation=parts.incarnation,
                 epoch=offer.epoch,
                 request_ring=rings.requests.descriptor,
-                canary_row=row.tobytes(),
+                canary_row=proved.row.tobytes(),
             )
         )
 
@@ -230,13 +232,13 @@ class Session:
         if held is not None:
             await held.close()
 
-    async def _say_goodbye(self, epoch: int) -> None:
+    async def _say_goodbye(self, epoch: int, reason: str) -> None:
         self._link.send(
             wire.Goodbye(
                 sender=self._parts.name,
                 incarnation=self._parts.incarnation,
                 epoch=epoch,
-                reason="the node stops",
+                reason=reason[:REASON_CHARS_MAX],
             )
         )
         try:

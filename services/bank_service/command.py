@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +28,7 @@ from services.bank_service.records import Records
 from services.bank_service.server import LINK, READERS, BankServer
 from services.banks.source import ExpertSource
 from shared.core.bank_wire import CHUNK_BYTES_MAX, FromBankService, decode_to_service, encode
-from shared.core.errors import EXIT_FAILED, ConfigError, MeshError
+from shared.core.errors import ConfigError, MeshError
 from shared.core.rate import TokenBucket
 from shared.io import journal, keys
 from shared.io.link import listen
@@ -80,9 +80,10 @@ def run(
         tie_to_parent(environ)
         uvloop.run(serve(config, environ, log))
     except MeshError as error:
-        return _report(ExceptionGroup(NAME, [error]), log)
+        group = ExceptionGroup(NAME, [error])
+        return journal.log_failure(group, log, "bank_service_failed")
     except ExceptionGroup as group:
-        return _report(group, log)
+        return journal.log_failure(group, log, "bank_service_failed")
     log.info("bank_service_stopped")
     return 0
 
@@ -182,25 +183,6 @@ async def _look(server: BankServer, notifier: Notifier) -> None:
         if status != told:
             notifier.notify(STATUS=status)
             told = status
-
-
-def _report(group: ExceptionGroup[Exception], log: FilteringBoundLogger) -> int:
-    """One line for an expected end; a traceback only for a bug."""
-    leaves = list(_leaves(group))
-    for leaf in leaves:
-        if isinstance(leaf, MeshError):
-            log.error("bank_service_failed", code=leaf.code, error=str(leaf))
-            return leaf.exit_status
-    log.critical("bank_service_failed", code=MeshError.code, error=str(leaves[0]), exc_info=group)
-    return EXIT_FAILED
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 def _now_us() -> int:

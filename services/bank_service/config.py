@@ -15,10 +15,10 @@ import msgspec
 from shared.core.errors import ConfigError
 from shared.core.names import OptionalPathText, PathText
 from shared.io.address import check_listen_address
+from shared.io.settings import read_settings
 
 CONFIG_FILE: Final = Path("/etc/k3/banks.toml")
 RATE_BYTES_PER_S_MIN: Final = 2**20  # slower, one range would keep a node waiting for seconds
-_FILE_BYTES_MAX: Final = 64 * 1024
 
 
 class BankServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ def load(path: Path | None, overrides: Mapping[str, object | None]) -> BankServi
     paths in the file count from its folder. Raises ConfigError.
     """
     file = path or CONFIG_FILE
-    written = _read(file, must_exist=path is not None)
+    written = read_settings(file, must_exist=path is not None)
     given = {field: value for field, value in overrides.items() if value is not None}
     try:
         config = msgspec.convert(written, BankServiceConfig)
@@ -78,23 +78,3 @@ def _absolute(config: BankServiceConfig, base: Path) -> dict[str, object]:
         values["checkpoint"] = str(base / config.checkpoint)
     values["folders"] = tuple(str(base / folder) for folder in config.folders)
     return values
-
-
-def _read(file: Path, *, must_exist: bool) -> dict[str, object]:
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(_FILE_BYTES_MAX + 1)
-    except FileNotFoundError:
-        if must_exist:
-            raise ConfigError(f"settings file {file} does not exist: correct --config") from None
-        return {}
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read settings file {file}: {error.strerror}: make it readable for this user"
-        ) from error
-    if len(data) > _FILE_BYTES_MAX:
-        raise ConfigError(f"settings file {file} is larger than {_FILE_BYTES_MAX} bytes")
-    try:
-        return msgspec.toml.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings file {file} is not TOML: {error}; correct it") from error

@@ -115,6 +115,10 @@ def _with_hashes(draft: BankHeader, made: list[Finished]) -> BankHeader:
         record_hashes=tuple(entry.record_hash for entry in made),
         source_hashes=tuple(entry.source_hash for entry in made),
         tensor_checks=tuple(entry.tensor_checks for entry in made),
+        goldens=tuple(
+            msgspec.structs.replace(golden, row=made[golden.bank_row].golden or b"")
+            for golden in draft.goldens
+        ),
     )
 
 

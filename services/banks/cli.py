@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from services.banks.builder import SUFFIX, build
+from services.banks.goldens import check_goldens
 from services.banks.listing import BankEntry, list_banks
 from services.banks.plan import BankPlan, LayoutChoice, bank_plan, plain_split
 from services.banks.progress import shown_progress
@@ -200,6 +201,8 @@ def build_command(
 def verify_command(path: Path, source: Path | None) -> None:
     """Compare every record of a bank with its hash and name the damaged ones.
 
+    Also computes the bank's goldens from its records: what a record gives, whatever its hash says.
+
     Example: k3 bank verify /var/lib/k3/banks/spark0.k3bank --source /models/k3
     """
     faults: list[RecordFault] = []
@@ -213,6 +216,8 @@ def verify_command(path: Path, source: Path | None) -> None:
             if fault is not None:
                 faults.append(fault)
             display.progress(row + 1, opened.rows)
+        seen = {fault.row for fault in faults}
+        faults += [fault for fault in check_goldens(opened) if fault.row not in seen]
     for fault in faults[:_FAULTS_SHOWN_MAX]:
         click.echo(str(fault), err=True)
     if faults:
@@ -329,6 +334,7 @@ def _facts(opened: BankFile) -> dict[str, object]:
         "layout": header.layout,
         "records": opened.rows,
         "layers": len({layer for layer, _ in header.rows}),
+        "goldens": len(header.goldens),
         "record_bytes": opened.layout.record_bytes,
         "stride_bytes": opened.layout.stride_bytes,
         "file_bytes": opened.records_offset + opened.arena_bytes,

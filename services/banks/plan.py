@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from services.banks.goldens import draft_goldens
 from shared.core import placement as placements
 from shared.core.bank_header import FORMAT_VERSION, BankHeader, Hasher, encode
 from shared.core.errors import BankError, PlacementError
@@ -109,13 +110,14 @@ def draft_header(
     producer: str,
     layout: LayoutChoice = "auto",
 ) -> BankHeader:
-    """The header with hashes still to come; its encoding has the final length.
+    """The header with hashes and goldens' values to come; its encoding has the final length.
 
     PlacementError when the node has no experts, BankError when they cannot have that layout.
     """
     count = len(placed.bank_rows)
     if not count:
         raise PlacementError(f"placement gives node {placed.name} no experts: it needs no bank")
+    order = record_order(layout, placed.tier, placement.shape.expert)
     return BankHeader(
         version=FORMAT_VERSION,
         name=name,
@@ -124,11 +126,12 @@ def draft_header(
         model_digest=placement.model_digest,
         placement_digest=placement.digest,
         shape=placement.shape.expert,
-        layout=record_order(layout, placed.tier, placement.shape.expert),
+        layout=order,
         rows=placed.bank_rows,
         record_hashes=("0" * 64,) * count,
         source_hashes=("0" * 64,) * count,
         tensor_checks=("0" * 96,) * count,
+        goldens=draft_goldens(placed.bank_rows, RecordLayout(placement.shape.expert, order)),
         producer=producer,
     )
 

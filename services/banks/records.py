@@ -1,5 +1,7 @@
 """The records of one bank, made by several threads: read, checked, ordered, hashed, written, noted.
 
+A few of them get a golden too, from the checkpoint's bytes before they are put in order.
+
 Owns the threads, their buffers and the report of a stall. Memory is one record per thread, two when
 the bank's records are not in the checkpoint's order, however large the bank. Must not know how a
 file begins or gets its name.
@@ -19,6 +21,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from services.banks.goldens import compute_golden
 from services.banks.source import ExpertSource, read_record
 from shared.core.bank_header import BankHeader
 from shared.core.placement import ExpertKey
@@ -67,6 +70,7 @@ class RecordMaker:
         self._source = source
         self._rows = header.rows
         self._layout = header.record_layout
+        self._seed_of = {golden.bank_row: golden.seed for golden in header.goldens}
         self._partial = partial
         self._journal = journal
         self._start = start
@@ -114,7 +118,7 @@ class RecordMaker:
     def _kept(self, row: int, block: memoryview) -> Finished | None:
         """The record an earlier builder left, if it is there and whole."""
         entry = self._journal.finished.get(row)
-        if entry is None:
+        if entry is None or (row in self._seed_of) != (entry.golden is not None):
             return None
         self._doing[row] = ("checking", time.monotonic_ns())
         self._partial.read(block, self._offset(row))
@@ -129,12 +133,13 @@ class RecordMaker:
         layer, expert = self._rows[row]
         record = block[: self._layout.record_bytes]
         self._doing[row] = ("reading", time.monotonic_ns())
-        source_hash = self._read(layer, expert, record, source)
+        source_hash, golden = self._read(row, record, source)
         entry = Finished(
             row=row,
             record_hash=(record_hash := blake3_digest(record)).hex(),
             source_hash=(source_hash or record_hash).hex(),
             tensor_checks=tensor_checks(self._layout, record),
+            golden=golden,
         )
         self._doing[row] = ("writing", time.monotonic_ns())
         self._partial.write(block, self._offset(row))
@@ -148,12 +153,14 @@ class RecordMaker:
         return entry
 
     def _read(
-        self, layer: int, expert: int, record: memoryview, source: mmap.mmap | None
-    ) -> bytes | None:
-        """Fill `record` in the bank's order; its source hash, None when it is the record's own."""
+        self, row: int, record: memoryview, source: mmap.mmap | None
+    ) -> tuple[bytes | None, bytes | None]:
+        """Fill `record` in the bank's order; the source hash, None when it is the record's own, and
+        the golden where the bank has one of this row."""
+        layer, expert = self._rows[row]
         if source is None:
             read_record(self._source, layer, expert, record)
-            return self._source.stored_hash(layer, expert)
+            return self._source.stored_hash(layer, expert), self._golden(row, record)
         with memoryview(source) as whole:
             stored = whole[: len(record)]
             read_record(self._source, layer, expert, stored)
@@ -163,7 +170,15 @@ class RecordMaker:
                 np.frombuffer(record, np.uint8),
                 self._layout,
             )
-            return self._source.stored_hash(layer, expert) or blake3_digest(stored)
+            source_hash = self._source.stored_hash(layer, expert) or blake3_digest(stored)
+            return source_hash, self._golden(row, stored)
+
+    def _golden(self, row: int, stored: memoryview) -> bytes | None:
+        seed = self._seed_of.get(row)
+        if seed is None:
+            return None
+        self._doing[row] = ("computing the golden of", time.monotonic_ns())
+        return compute_golden(self._source.layout, stored, seed, self._rows[row])
 
     def _offset(self, row: int) -> int:
         return self._start + row * self._layout.stride_bytes

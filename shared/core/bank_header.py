@@ -10,7 +10,8 @@ else's. Layout, little endian:
     52  n   JSON of BankHeader, then zeros up to a multiple of 4096
 
 The records follow at once, `RecordLayout.stride_bytes` apart. Every string of the JSON has a fixed
-width once the rows are known, so a builder can reserve the block before it knows the hashes.
+width once rows and goldens are chosen, so a builder can reserve the block before it knows the
+hashes and the goldens' values.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from collections.abc import Callable
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from shared.core.errors import BankError
 from shared.core.names import NodeName
 from shared.core.placement import ExpertKey, Tier
 from shared.core.record import PAGE_BYTES, RecordLayout, RecordOrder
+from shared.core.ring_layout import Rows, all_finite
 from shared.core.shape import ExpertShape
 
 MAGIC: Final = b"K3BANK\0\1"
 # 2: source_hashes. The order interleaved-4 came without a new number: a reader that does not know
-# it refuses the header's `layout` by name, and row-major banks kept every byte.
-FORMAT_VERSION: Final = 2
+# it refuses the header's `layout` by name. 3: goldens.
+FORMAT_VERSION: Final = 3
 PREFIX_BYTES: Final = 52
 JSON_BYTES_MAX: Final = 64 * 2**20  # every expert of K3 in one bank takes 20 MB
+GOLDENS_MAX: Final = 64
+_BF16_BYTES: Final = 2
 
 _FIELDS: Final = struct.Struct("<8sIQ")
 _HASH_BYTES: Final = 32
@@ -43,6 +48,23 @@ Expert: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 Blake3Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 TensorChecks: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{96}$")]
 Digest: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+U32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class Golden(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the expert at `bank_row` makes of the canary activation of `seed`.
+
+    `row` holds bf16 values, little endian, [latent]; computed in float64 when the bank was built.
+    """
+
+    bank_row: U32
+    seed: U32
+    row: Annotated[bytes, msgspec.Meta(max_length=2**17)]
+
+    @property
+    def bits(self) -> Rows:
+        """The row as bf16 bits, uint16 [latent]."""
+        return np.frombuffer(self.row, "<u2")
 
 
 class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,10 +76,11 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cast or laid out anew, and the way to recognise a checkpoint that changed. `tensor_checks[r]`
     is 12 u32 (hex, tensors in RecordLayout order: the low half of XXH3-64 of the tensor as the
     record holds it) and only tells which tensor of a damaged record changed. `layout` is the order
-    of the bytes inside the tensors of every record.
+    of the bytes inside the tensors of every record. `goldens` let a node prove kernel, memory and
+    bank against rows that no code of today has a part in.
     """
 
-    version: Literal[2]
+    version: Literal[3]
     name: NodeName
     node: NodeName
     tier: Tier
@@ -69,10 +92,12 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     record_hashes: tuple[Blake3Hex, ...]
     source_hashes: tuple[Blake3Hex, ...]
     tensor_checks: tuple[TensorChecks, ...]
+    goldens: Annotated[tuple[Golden, ...], msgspec.Meta(min_length=1, max_length=GOLDENS_MAX)]
     producer: Annotated[str, msgspec.Meta(max_length=128)]
 
     def __post_init__(self) -> None:
-        """Two hashes and one set of checks per row; no expert twice; an order its shape allows."""
+        """Two hashes and one set of checks per row; no expert twice; an order its shape allows;
+        goldens of rows that exist, each once, whole and finite."""
         RecordLayout(self.shape, self.layout)  # ValueError
         count = len(self.rows)
         lengths = (len(self.record_hashes), len(self.source_hashes), len(self.tensor_checks))
@@ -83,6 +108,19 @@ class BankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if len(set(self.rows)) != count:
             raise ValueError("an expert has two rows")
+        for index, golden in enumerate(self.goldens):
+            self._check_golden(golden, f"golden {index}")
+        if len({golden.bank_row for golden in self.goldens}) != len(self.goldens):
+            raise ValueError("a bank row has two goldens")
+
+    def _check_golden(self, golden: Golden, which: str) -> None:
+        if golden.bank_row >= len(self.rows):
+            raise ValueError(f"{which} is of bank row {golden.bank_row} of {len(self.rows)}")
+        expected = _BF16_BYTES * self.shape.latent
+        if len(golden.row) != expected:
+            raise ValueError(f"{which} has {len(golden.row)} bytes, not {expected}")
+        if not all_finite(golden.bits[None]):
+            raise ValueError(f"{which} is not finite")
 
     @property
     def record_layout(self) -> RecordLayout:

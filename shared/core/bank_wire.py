@@ -7,18 +7,15 @@ ranges; the service keeps no state per node, so a pull goes on after any interru
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from shared.core.bank_header import Blake3Hex, Expert, Layer
-from shared.core.errors import LocalProtocolError, RemoteProtocolError
 from shared.core.names import NodeName
 from shared.core.record import RecordOrder
 from shared.core.shape import ExpertShape
-from shared.core.wire import U32, U63, Text
-
-T = TypeVar("T")
+from shared.core.wire import U32, U63, Text, decode_frame, encode_frame
 
 CHUNK_BYTES_MAX: Final = 2**20  # of one range
 WINDOW_MAX: Final = 16  # ranges that a node may have asked for and not yet got
@@ -104,35 +101,20 @@ class BankRefused(BankMessage, frozen=True, tag="bank_refused"):
 ToBankService: TypeAlias = FindBank | FindRecord | ReadRange | PullEnded
 FromBankService: TypeAlias = BankFound | RecordFound | Range | BankRefused
 
-_encoder: Final = msgspec.msgpack.Encoder()
 _to_service: Final = msgspec.msgpack.Decoder(ToBankService)
 _from_service: Final = msgspec.msgpack.Decoder(FromBankService)
 
 
 def encode(message: BankMessage) -> bytes:
     """One frame; LocalProtocolError when it would exceed ANSWER_BYTES_MAX."""
-    frame = _encoder.encode(message)
-    if len(frame) > ANSWER_BYTES_MAX:
-        raise LocalProtocolError(
-            f"{type(message).__name__} of {len(frame)} bytes exceeds {ANSWER_BYTES_MAX}"
-        )
-    return frame
+    return encode_frame(message, ANSWER_BYTES_MAX)
 
 
 def decode_to_service(frame: bytes) -> ToBankService:
     """A node's message; RemoteProtocolError for anything else."""
-    return _decode(frame, _to_service, REQUEST_BYTES_MAX)
+    return decode_frame(frame, _to_service, REQUEST_BYTES_MAX)
 
 
 def decode_from_service(frame: bytes) -> FromBankService:
     """The bank service's message; RemoteProtocolError for anything else."""
-    return _decode(frame, _from_service, ANSWER_BYTES_MAX)
-
-
-def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[T], size_max: int) -> T:
-    if len(frame) > size_max:
-        raise RemoteProtocolError(f"frame of {len(frame)} bytes exceeds {size_max}")
-    try:
-        return decoder.decode(frame)
-    except msgspec.DecodeError as error:  # ValidationError is a subclass
-        raise RemoteProtocolError(f"undecodable frame of the bank protocol: {error}") from error
+    return decode_frame(frame, _from_service, ANSWER_BYTES_MAX)

@@ -164,27 +164,33 @@ _to_node: Final = msgspec.msgpack.Decoder(ToNode)
 
 def encode(message: Message) -> bytes:
     """One frame; LocalProtocolError when it would exceed FRAME_BYTES_MAX."""
-    frame = _encoder.encode(message)
-    if len(frame) > FRAME_BYTES_MAX:
-        raise LocalProtocolError(
-            f"{type(message).__name__} of {len(frame)} bytes exceeds {FRAME_BYTES_MAX}"
-        )
-    return frame
+    return encode_frame(message, FRAME_BYTES_MAX)
 
 
 def decode_to_station(frame: bytes) -> ToStation:
     """A node's message; RemoteProtocolError for anything else."""
-    return _decode(frame, _to_station)
+    return decode_frame(frame, _to_station, FRAME_BYTES_MAX)
 
 
 def decode_to_node(frame: bytes) -> ToNode:
     """The Station's message; RemoteProtocolError for anything else."""
-    return _decode(frame, _to_node)
+    return decode_frame(frame, _to_node, FRAME_BYTES_MAX)
 
 
-def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    if len(frame) > FRAME_BYTES_MAX:
-        raise RemoteProtocolError(f"frame of {len(frame)} bytes exceeds {FRAME_BYTES_MAX}")
+def encode_frame(message: msgspec.Struct, bytes_max: int) -> bytes:
+    """One frame; LocalProtocolError when it would exceed `bytes_max`."""
+    frame = _encoder.encode(message)
+    if len(frame) > bytes_max:
+        raise LocalProtocolError(
+            f"{type(message).__name__} of {len(frame)} bytes exceeds {bytes_max}"
+        )
+    return frame
+
+
+def decode_frame(frame: bytes, decoder: msgspec.msgpack.Decoder[T], bytes_max: int) -> T:
+    """The message in a frame; RemoteProtocolError for one that is too large or not of its union."""
+    if len(frame) > bytes_max:
+        raise RemoteProtocolError(f"frame of {len(frame)} bytes exceeds {bytes_max}")
     try:
         return decoder.decode(frame)
     except msgspec.DecodeError as error:  # ValidationError is a subclass

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol, TextIO, cast
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor, WrappedLogger
 
-from shared.core.errors import ConfigError
+from shared.core.errors import EXIT_FAILED, ConfigError, MeshError
 
 JOURNAL_SOCKET: Final = Path("/run/systemd/journal/socket")
 REDACTED: Final = "[redacted]"
@@ -125,6 +125,28 @@ def chosen_form(
     if stream_identity is not None and environ.get("JOURNAL_STREAM") == stream_identity:
         return LogForm.JOURNAL
     return LogForm.CONSOLE if is_terminal else LogForm.LOGFMT
+
+
+def log_failure(group: BaseExceptionGroup[Exception], log: FilteringBoundLogger, event: str) -> int:
+    """Log what ended a daemon as one `event`; the exit status.
+
+    One line for an expected end, a traceback only for a bug.
+    """
+    leaves = list(_leaves(group))
+    for leaf in leaves:
+        if isinstance(leaf, MeshError):
+            log.error(event, code=leaf.code, error=str(leaf))
+            return leaf.exit_status
+    log.critical(event, code=MeshError.code, error=str(leaves[0]), exc_info=group)
+    return EXIT_FAILED
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -29,13 +29,14 @@ class _Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bank: Blake3Hex
 
 
-class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One written record."""
+class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One written record; `golden` is the row of its golden where the bank has one."""
 
     row: Annotated[int, msgspec.Meta(ge=0)]
     record_hash: Blake3Hex
     source_hash: Blake3Hex
     tensor_checks: TensorChecks
+    golden: bytes | None = None
 
 
 class Journal:

@@ -12,6 +12,8 @@ from shared.core.placement import balanced
 from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape, ModelShape
 
+_SCALARS = np.full(6, 0.01, "<f4").tobytes()  # random ones would give rows that are not finite
+
 
 class BlockExperts:
     """Experts whose records are pieces of one random block of valid bytes."""
@@ -25,7 +27,8 @@ class BlockExperts:
 
     def read_expert_record(self, layer: int, expert: int, buffer: memoryview) -> None:
         """The record of one expert, into a buffer."""
-        buffer[:] = self.block[expert : expert + self.layout.record_bytes]
+        size = self.layout.record_bytes - len(_SCALARS)
+        buffer[:] = self.block[expert : expert + size] + _SCALARS
 
     def stored_hash(self, layer: int, expert: int) -> None:
         """Records are stored as they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from typing import Any
@@ -16,6 +17,7 @@ from shared.core.bank_header import (
     MAGIC,
     PREFIX_BYTES,
     BankHeader,
+    Golden,
     decode,
     encode,
     header_block_bytes,
@@ -27,7 +29,7 @@ from shared.core.shape import ExpertShape
 from shared.io.bank_file import blake3_digest
 
 HEADER = BankHeader(
-    version=2,
+    version=3,
     name="spark0",
     node="spark0",
     tier="spark",
@@ -39,12 +41,20 @@ HEADER = BankHeader(
     record_hashes=("a" * 64, "b" * 64, "c" * 64),
     source_hashes=("d" * 64, "e" * 64, "f" * 64),
     tensor_checks=("0" * 96, "1" * 96, "2" * 96),
+    goldens=(Golden(1, 7, bytes(range(96))), Golden(0, 2**32 - 1, bytes(96))),
     producer="test",
 )
+GOLDEN = json.loads(msgspec.json.encode(HEADER.goldens[0]))
+INFINITY = b"\x80\x7f"
+
+
+def text_of(row: bytes) -> str:
+    """How JSON holds the row of a golden."""
+    return base64.b64encode(row).decode()
 
 
 def block_of(
-    text: bytes, *, magic: bytes = MAGIC, version: int = 2, length: int | None = None
+    text: bytes, *, magic: bytes = MAGIC, version: int = 3, length: int | None = None
 ) -> bytes:
     """A header block with a right hash around any JSON."""
     fields = struct.pack("<8sIQ", magic, version, len(text) if length is None else length)
@@ -70,13 +80,15 @@ def test_layout_of_the_records_follows_the_header() -> None:
     """Both orders are read; only sizes that have one are, and row-major blocks keep their bytes."""
     shape = ExpertShape(latent=128, width=256)
     for order in ("row-major", "interleaved-4"):
-        header = msgspec.structs.replace(HEADER, shape=shape, layout=order)
+        header = msgspec.structs.replace(
+            HEADER, shape=shape, layout=order, goldens=(Golden(0, 1, bytes(256)),)
+        )
         again = read(encode(header, hasher=blake3_digest))
         assert again == header
         assert again.record_layout == RecordLayout(shape, order)
     assert stored_digest(encode(HEADER, hasher=blake3_digest)).hex() == (
-        "fbf93ef4f0e88bd4eb4931b08836a8a71766714938b5737eb1a1ce5305fb87f2"
-    ), "a row-major bank built by an older version would get another digest"
+        "33010446c79d78746b21e9dfd9296c97ce5d5a1d6e51423f1d28c8c818c757cc"
+    ), "banks of format 3 that were built before would get another digest"
 
 
 def test_digest_covers_hashes_of_records() -> None:
@@ -93,6 +105,7 @@ def test_block_size_does_not_depend_on_hashes() -> None:
         record_hashes=("0" * 64,) * 3,
         source_hashes=("0" * 64,) * 3,
         tensor_checks=("0" * 96,) * 3,
+        goldens=tuple(msgspec.structs.replace(g, row=bytes(96)) for g in HEADER.goldens),
     )
     assert len(encode(draft, hasher=blake3_digest)) == len(encode(HEADER, hasher=blake3_digest))
 
@@ -103,7 +116,8 @@ def test_block_size_does_not_depend_on_hashes() -> None:
         (b"", "ends at byte 0"),
         (MAGIC, "ends at byte 8"),
         (block_of(b"{}", magic=b"GGUF\0\0\0\0"), "offset 0: .* is not the magic"),
-        (block_of(b"{}", version=1), "offset 8: bank format 1, this program reads 2"),
+        (block_of(b"{}", version=1), "offset 8: bank format 1, this program reads 3"),
+        (block_of(b"{}", version=2), "bank format 2, .* build the bank again with this version"),
         (block_of(b"{}", length=2**63), "offset 12: header of 9223372036854775808 bytes"),
         (block_of(b"{}", length=JSON_BYTES_MAX + 1), "offset 12"),
         (block_of(b"{}", length=0), "offset 12"),
@@ -124,7 +138,7 @@ def test_malformed_blocks_are_named(block: bytes, named: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"version": 3}, "version"),
+        ({"version": 2}, "version"),
         ({"name": "../etc"}, "name"),
         ({"tier": "disk"}, "tier"),
         ({"layout": "blk4"}, "layout"),
@@ -145,6 +159,17 @@ def test_malformed_blocks_are_named(block: bytes, named: str) -> None:
         ({"record_hashes": ["a" * 64, "b" * 64, "C" * 64]}, "record_hashes"),
         ({"tensor_checks": ["0" * 96]}, "1 tensor checks"),
         ({"source_hashes": []}, "0 source hashes"),
+        ({"goldens": []}, "goldens"),
+        ({"goldens": [GOLDEN | {"bank_row": 3}]}, "golden 0 is of bank row 3 of 3"),
+        ({"goldens": [GOLDEN | {"bank_row": -1}]}, "bank_row"),
+        ({"goldens": [GOLDEN, GOLDEN | {"seed": 8}]}, "a bank row has two goldens"),
+        ({"goldens": [GOLDEN | {"seed": 2**32}]}, "seed"),
+        ({"goldens": [GOLDEN | {"row": text_of(bytes(95))}]}, "golden 0 has 95 bytes, not 96"),
+        ({"goldens": [GOLDEN | {"row": text_of(bytes(2**17 + 2))}]}, "row"),
+        ({"goldens": [GOLDEN | {"row": "no base64"}]}, "row"),
+        ({"goldens": [GOLDEN | {"row": text_of(bytes(94) + INFINITY)}]}, "golden 0 is not finite"),
+        ({"goldens": [GOLDEN | {"extra": 1}]}, "extra"),
+        ({"goldens": [GOLDEN] * 65}, "goldens"),
         ({"extra": 1}, "extra"),
     ],
 )

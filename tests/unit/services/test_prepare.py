@@ -346,6 +346,17 @@ def test_the_processes_of_a_pod(tmp_path: Path) -> None:
     assert "NOTIFY_SOCKET" not in environ
 
 
+def test_banks_of_the_format_before_are_built_anew(tmp_path: Path) -> None:
+    """Banks without goldens: the next start makes them again by itself, to the same bytes."""
+    layout = lay_out(tmp_path)
+    path = layout.paths.bank("spark0")
+    before = path.read_bytes()
+    path.write_bytes(before[:8] + (2).to_bytes(4, "little") + before[12:])
+
+    assert lay_out(tmp_path).banks_built == ("spark0",)
+    assert path.read_bytes() == before
+
+
 def test_a_placement_of_the_format_before_is_made_anew(tmp_path: Path) -> None:
     """A pod that an older version laid out starts with this one: nothing is to be done by hand."""
     layout = lay_out(tmp_path)

@@ -210,7 +210,9 @@ def test_stopping_closes_then_says_goodbye_and_is_final() -> None:
     """The dispatch in hand ends before the Station is told; nothing happens afterwards."""
     life, actions = serving(5).apply(StopRequested())
 
-    assert actions == (CloseLease(5, "the node stops"), SayGoodbye(5))
+    assert actions == (CloseLease(5, "the node stops"), SayGoodbye(5, "the node stops"))
+    _, actions = serving(5).apply(StopRequested("its canary failed"))
+    assert actions == (CloseLease(5, "its canary failed"), SayGoodbye(5, "its canary failed"))
     for event in (Connected(1), got(offer(9)), Ticked(10**9), Disconnected(2), StopRequested()):
         assert life.apply(event) == (life, ())
     assert after(Connected(0)).apply(StopRequested())[1] == ()

@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from services.banks.builder import build
+from services.banks.goldens import check_goldens
 from shared.core import wire
-from shared.core.bank_header import encode
 from shared.core.placement import balanced
 from shared.core.record import RecordLayout, RecordOrder
 from shared.core.ring_layout import RingShape
 from shared.core.shape import ExpertShape, ModelShape
 from shared.io import keys
-from shared.io.bank_file import BankFile, blake3_digest
+from shared.io.bank_file import BankFile
 from shared.kernels import canary
 from shared.kernels.select import select_kernel
 from tests.support.expert_records import activations, arena_of, expert_record
 from tests.support.fake_station import Home, NodeProcess, station
+from tests.support.tampered_bank import rewrite_header
 
 SHAPE = ModelShape(2, 1, 4, 2, ExpertShape(latent=256, width=384))
 RING = RingShape(slots=2, max_tokens=4, max_rows=8, latent=256)
@@ -86,31 +87,24 @@ async def test_rows_of_an_interleaved_bank_are_those_of_the_checkpoint(tmp_path:
 async def test_a_bank_that_names_the_wrong_order_fails_its_canary(
     tmp_path: Path, built: RecordOrder
 ) -> None:
-    """A header changed by hand, digest and all: every hash is right, and node and its reference
-    kernel agree. The Station, which asks the checkpoint, does not: for no row of the bank."""
+    """A header changed by hand, digest and all: every hash is right, and kernel and reference agree
+    with each other. The goldens, which the checkpoint's bytes gave, do not: the node ends before a
+    Station hears of it, and `k3 bank verify` would have said so."""
     keys.create(tmp_path / "station", "station")
     keys.create(tmp_path / "nodes", "spark0")
     home = Home(tmp_path, "spark0")
     placement = balanced(Experts.digest, SHAPE, [("spark0", "spark", 1.0)])
-    header = build(Experts(), placement, "spark0", home.bank, layout=built)
+    build(Experts(), placement, "spark0", home.bank, layout=built)
     other: RecordOrder = "row-major" if built == "interleaved-4" else "interleaved-4"
-    with home.bank.open("r+b") as file:
-        file.write(encode(msgspec.structs.replace(header, layout=other), hasher=blake3_digest))
+    header = rewrite_header(home.bank, lambda old: msgspec.structs.replace(old, layout=other))
     with BankFile.open(home.bank) as opened:
         assert opened.header.layout == other, "nothing but the header says so"
-    arena = arena_of(SHAPE.expert, [expert_record(SHAPE.expert, e) for _, e in header.rows])
+        assert {fault.row for fault in check_goldens(opened)} == set(range(len(header.rows)))
     async with station(home) as fake:
         node = NodeProcess.start(home.command(fake.link.address), tmp_path / "node.log")
         try:
-            await fake.expect(wire.Hello)
-            for epoch in range(1, len(header.rows) + 1):
-                row = epoch - 1
-                lease = fake.offer(epoch, ring_shape=RING, canary_bank_row=row)
-                accepted = await fake.expect(wire.LeaseAccepted)
-                expected = canary.canary_row(select_kernel(SHAPE.expert), arena, row, 5)
-                sent = np.frombuffer(accepted.canary_row, np.uint16)
-                assert accepted.epoch == lease.epoch
-                assert not canary.agrees(sent, expected, same_kernel=True)
-                assert not canary.agrees(sent, expected, same_kernel=False)
+            assert await node.wait() == 78
+            assert fake.inbox.empty()
         finally:
             node.kill()
+    assert "the record has its hash but not its golden" in node.events()[1]["error"]
