@@ -44,7 +44,7 @@ class StationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     ring: RingSettings = RingSettings()
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    kernel: Literal["auto", "cpu", "reference"] = "auto"
+    kernel: Literal["auto", "int16", "bf16", "cpu", "reference"] = "auto"
     torch_threads: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     cold_records: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +15,9 @@ from services.ranges import RealRange
 from services.streams import table_console
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from services.bench.kernel_bench import Peer
     from services.bench.report import Report
 
 _PIPE_COLUMNS: Final = 120
@@ -27,6 +32,21 @@ def spark_counts(_ctx: click.Context, _param: click.Parameter, value: str) -> tu
     if not all(0 <= count <= SPARKS_MAX for count in counts):
         raise click.BadParameter(f"{value!r}: each count must be from 0 to {SPARKS_MAX}")
     return tuple(dict.fromkeys(counts))
+
+
+def counts_up_to(most: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
+    """A callback that parses `1,2,4`: counts from 1 to `most`, each once."""
+
+    def parse(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
+        try:
+            counts = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,4") from None
+        if not all(1 <= count <= most for count in counts):
+            raise click.BadParameter(f"{value!r}: each count must be from 1 to {most}")
+        return tuple(dict.fromkeys(counts))
+
+    return parse
 
 
 @click.group()
@@ -247,7 +267,95 @@ def plan(
     return _present(measured.run(), as_json=as_json, check=check)
 
 
-def _present(report: Report, *, as_json: bool, check: bool) -> int:
+@bench.command(epilog="Example: k3 bench kernel --peer ggml --check")
+@click.option(
+    "--bytes",
+    "arena_bytes",
+    type=RealRange(1e8, 1e13),
+    help="Records to use in turn, much more than a cache holds. [default: 4e9, or what fits]",
+)
+@click.option(
+    "--tokens",
+    callback=counts_up_to(64),
+    default="1,2,4,8,16",
+    show_default=True,
+    help="Tokens that share an expert.",
+)
+@click.option(
+    "--threads", callback=counts_up_to(1024), default="1,2", show_default=True, help="Threads."
+)
+@click.option(
+    "--backend", "backends", multiple=True, help="Only these of ours: int16, bf16_avx512, cpu."
+)
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(["ggml", "torch"]),
+    help="Beside ours: ggml's NVFP4 (fetched by pip and compiled, 77 MB), torch's dequantise.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 1000),
+    default=9,
+    show_default=True,
+    help="Median of so many.",
+)
+@click.option("--quick", is_flag=True, help="1 and 8 tokens, int16, most threads, 3 rounds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check", is_flag=True, help="Exit 1 when a target is missed.")
+def kernel(
+    *,
+    arena_bytes: float | None,
+    tokens: tuple[int, ...],
+    threads: tuple[int, ...],
+    backends: tuple[str, ...],
+    peers: tuple[Peer, ...],
+    rounds: int,
+    quick: bool,
+    as_json: bool,
+    check: bool,
+) -> int:
+    """Expert kernels on real K3 records in memory, beside a plain read of the same records.
+
+    GB/s of packed weights by processor time of all threads. Every back end and order that this
+    processor can run, in turns; about two minutes on two quiet cores.
+    """
+    import os
+
+    from services.bench.kernel_bench import KernelBench
+    from services.bench.kernel_table import kernel_tables
+    from services.bench.peers.ggml import default_cache_dir
+
+    plan = KernelBench(
+        arena_bytes=None if arena_bytes is None else int(arena_bytes),
+        tokens=(1, 8) if quick else tokens,
+        threads=(max(threads),) if quick else threads,
+        backends=backends or ("int16",) if quick else backends,
+        peers=peers,
+        rounds=3 if quick else rounds,
+        cache_dir=default_cache_dir(os.environ),
+        say=_say_on_terminal,
+    )
+    return _present(plan.run(), as_json=as_json, check=check, tables=kernel_tables)
+
+
+def _say_on_terminal(line: str) -> None:
+    if sys.stderr.isatty():
+        click.echo(line, err=True)
+
+
+def _one_table(report: Report) -> Iterable[Table]:
+    return (report.table(),)
+
+
+def _present(
+    report: Report,
+    *,
+    as_json: bool,
+    check: bool,
+    tables: Callable[[Report], Iterable[Table]] = _one_table,
+) -> int:
     """Print a report; the exit status."""
     from services.bench.report import machine_line
 
@@ -256,5 +364,8 @@ def _present(report: Report, *, as_json: bool, check: bool) -> int:
     else:
         console = table_console(_PIPE_COLUMNS)
         console.print(machine_line(report.machine), markup=False)
-        console.print(report.table())
+        for before, table in enumerate(tables(report)):
+            if before:
+                console.print()
+            console.print(table)
     return 1 if check and report.missed else 0

@@ -7,12 +7,13 @@ One row, for a record (w1, w3, w2, each NVFP4 with its own scale_2) and one bf16
 
     W    = E2M1 nibble x E4M3 block scale, exact in float32       (input_scale plays no part: W4A16)
     g    = (W1 z) x w1.scale_2      u = (W3 z) x w3.scale_2       sums and products in float32
-    h    = SiTU(g, u) = 4 tanh(g/4) sigmoid(g) x 25 tanh(u/25)    in float32, rounded once to bf16
+    h    = SiTU(g, u) = 4 tanh(g/4) sigmoid(g) x 25 tanh(u/25)    in float32, rounded once
     row  = (W2 h) x w2.scale_2                                    in float32, rounded once to bf16
 
-The order of a sum is each kernel's own but fixed: a row depends on (record, z, kernel id) and on
-nothing else in the call, nor on the order of the record's bytes. Rows of different kernels agree to
-about 2^-7 of the row's largest value.
+z and h enter a product in the kernel's own format: bf16 ("bf16", "cpu", "reference"), or 16-bit
+integers with a step per 128 columns ("int16"). The order of a sum is each kernel's own but fixed: a
+row depends on (record, z, kernel id) and on nothing else in the call, nor on the order of the
+record's bytes. Rows of different kernels agree to about 2^-7 of the row's largest value.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ Bf16Bits: TypeAlias = npt.NDArray[np.uint16]
 
 
 class ExpertKernel(Protocol):
-    """Computes rows of experts that lie in an arena; one call runs on the calling thread."""
+    """Computes rows of experts that lie in an arena.
+
+    A call runs on the calling thread, and on the threads that the kernel was made with, if any; it
+    may be made from several threads at once.
+    """
 
     @property
     def kernel_id(self) -> int:
@@ -48,7 +53,7 @@ class ExpertKernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that selects this kernel: "cpu" or "reference"."""
+        """The name that selects this kernel, never "auto"."""
 
     def rows(
         self, arena: Arena, bank_rows: Ids, tokens: Ids, activations: Bf16Bits, out: Bf16Bits
@@ -98,8 +103,10 @@ def check_arrays(
             raise LocalProtocolError(f"expert rows: {name} is {array.dtype}, not {np.dtype(dtype)}")
         if array.shape != shape:
             raise LocalProtocolError(f"expert rows: {name} has shape {array.shape}, not {shape}")
-        if not array.flags.c_contiguous:
-            raise LocalProtocolError(f"expert rows: {name} is not C-contiguous: copy it first")
+        flags = array.flags
+        if not (flags.c_contiguous and flags.aligned):
+            what = "aligned" if flags.c_contiguous else "C-contiguous"
+            raise LocalProtocolError(f"expert rows: {name} is not {what}: copy it first")
     if not out.flags.writeable:
         raise LocalProtocolError("expert rows: out is read-only")
 

@@ -1,6 +1,18 @@
-"""Which kernel serves on this machine."""
+"""Which kernel serves on this machine: the registry of kernels by name.
+
+Owns what each name means and the choice of "auto". Must not know nodes or leases: a kernel id
+travels in both, and the Station refuses a node whose id is not its own.
+
+"auto" is "int16" wherever the native module was built. A pod needs one kernel id for all of its
+machines, and each machine must find it alone: "int16" is the fastest that gives the same bits on
+every processor, so x86 of any age and ARM share a pod without a setting. A pod whose machines all
+have a fast `vdpbf16ps` may be set to "bf16", at every node and at the Station.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
 
 from shared.core.errors import ConfigError
 from shared.core.record import RecordOrder
@@ -8,26 +20,52 @@ from shared.core.shape import ExpertShape
 from shared.kernels.expert import ExpertKernel
 from shared.kernels.reference import ReferenceKernel
 
+NATIVE: Final = ("int16", "bf16", "cpu")
+NAMES: Final = ("auto", *NATIVE, "reference")
+
 
 def select_kernel(
-    shape: ExpertShape, name: str = "auto", order: RecordOrder = "row-major"
+    shape: ExpertShape,
+    name: str = "auto",
+    order: RecordOrder = "row-major",
+    *,
+    threads: int = 1,
+    isa: str = "auto",
+    cpus: Sequence[int] = (),
+    spin_us: int = 0,
 ) -> ExpertKernel:
-    """Make the kernel `name` for records of `order`: "cpu" (native), "reference" (slow) or "auto".
+    """Make the kernel `name` for records of `order`.
 
-    "auto" is "cpu" where the native module was built, else "reference": look at the kernel's name.
-    Raises ConfigError for an unknown name, or for "cpu" without the native module.
+    "int16" and "bf16" are native (see native.py, also for threads, isa, cpus and spin_us); "cpu" is
+    the older native kernel of one thread; "reference" is numpy, hundreds of times slower; "auto" is
+    "int16" where the native module was built, else "reference": look at the kernel's name.
+    Raises ConfigError for an unknown name, or for a kernel that cannot run here.
     """
-    if name not in ("auto", "cpu", "reference"):
-        raise ConfigError(f"kernel {name!r} is not known: use auto, cpu or reference")
-    if name != "reference":
-        try:
-            from shared.kernels.cpu import CpuKernel  # the native module may not be built
-
-            return CpuKernel(shape, order)
-        except ImportError as error:
-            if name == "cpu":
-                raise ConfigError(
-                    f"kernel cpu needs the native module, which was not built here ({error}): "
-                    "install a C compiler and run `pip install .` again, or use kernel reference"
-                ) from error
-    return ReferenceKernel(shape, order)
+    if name not in NAMES:
+        raise ConfigError(
+            f"kernel {name!r} is not known: use {', '.join(NAMES[:-1])} or {NAMES[-1]}"
+        )
+    if name == "reference":
+        return ReferenceKernel(shape, order)
+    try:
+        # the native module may not be built
+        from shared.kernels.cpu import CpuKernel
+        from shared.kernels.native import NativeKernel
+    except ImportError as error:
+        if name == "auto":
+            return ReferenceKernel(shape, order)
+        raise ConfigError(
+            f"kernel {name} needs the native module, which was not built here ({error}): "
+            "install a C compiler and run `pip install .` again, or use kernel reference"
+        ) from error
+    if name == "cpu":
+        return CpuKernel(shape, order)
+    return NativeKernel(
+        shape,
+        order,
+        name="int16" if name == "auto" else name,
+        isa=isa,
+        threads=threads,
+        cpus=cpus,
+        spin_us=spin_us,
+    )

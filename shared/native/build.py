@@ -15,7 +15,15 @@ from typing import Final
 from cffi import FFI
 
 _HERE: Final = Path(__file__).resolve().parent
-_UNITS: Final = ("bell", "experts")
+_UNITS: Final = ("bell", "experts", "pool", "rows")
+_BACKENDS: Final = (
+    "bf16_avx512",
+    "int16_avx512",
+    "int16_avxvnni",
+    "int16_avx2",
+    "int16_neon",
+    "int16_portable",
+)
 # Contraction would fuse a*b+c only where the machine has FMA, and a row's bits must not depend on
 # the machine; the dot product asks for its FMA by name. No -ffast-math: NaN has to survive.
 _FLAGS: Final = [
@@ -42,8 +50,9 @@ ffi.set_source(
     "shared._native",
     "\n".join(f'#include "{unit}.h"' for unit in _UNITS),
     # setuptools wants paths relative to the folder of setup.py
-    sources=[f"shared/native/{unit}.c" for unit in _UNITS],
+    sources=[f"shared/native/{unit}.c" for unit in (*_UNITS, *_BACKENDS)],
     include_dirs=["shared/native"],
-    depends=[f"shared/native/{unit}.h" for unit in _UNITS],
+    depends=[f"shared/native/{header.name}" for header in sorted(_HERE.glob("*.h"))],
     extra_compile_args=_FLAGS,
+    libraries=["m", "pthread"],  # fmaf where there is no such instruction; the pool
 )

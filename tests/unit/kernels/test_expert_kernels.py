@@ -21,7 +21,7 @@ from shared.kernels.reference import situ
 from shared.kernels.select import select_kernel
 from tests.support.expert_records import activations, arena_of, expert_record, tensor
 
-NAMES = ("cpu", "reference")
+NAMES = ("int16", "cpu", "reference")  # test_native_kernels.py: every form of int16 and bf16
 POISON = 0x7FC1  # a NaN: a row that is not written does not go unnoticed
 SHAPES = [(128, 128), (16, 16), (48, 208), (272, 144), (512, 256)]
 
@@ -165,7 +165,7 @@ def test_cpu_follows_the_reference(seed: int, latent: int, width: int, pairs: in
         assert a @ b >= 0.99999 * np.linalg.norm(a) * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_every_code_and_scale_decodes(name: str) -> None:
     """All 16 E2M1 codes under all 256 E4M3 bytes, through a whole expert.
 
@@ -258,11 +258,14 @@ def test_activation_error_bound() -> None:
     assert np.isnan(h[7])
 
 
+@pytest.mark.parametrize("name", ["int16", "cpu"])
 @pytest.mark.parametrize(
     ("sizes", "order"),
     [((272, 144), "row-major"), ((16, 16), "row-major"), ((128, 128), "interleaved-4")],
 )
-def test_cpu_reads_no_byte_beyond_its_record(sizes: tuple[int, int], order: RecordOrder) -> None:
+def test_no_byte_beyond_a_record_is_read(
+    name: str, sizes: tuple[int, int], order: RecordOrder
+) -> None:
     """The last record ends where the mapping ends; the page behind it is forbidden.
 
     Rows end inside a chunk in two shapes; a whole chunk would reach over the smaller one's end.
@@ -282,7 +285,7 @@ def test_cpu_reads_no_byte_beyond_its_record(sizes: tuple[int, int], order: Reco
     record = expert_record(shape, 3)[: stride - slack]
     view[stride + slack : 2 * stride] = record
     z = activations(1, shape.latent, seed=7)
-    kernel = select_kernel(shape, "cpu", order)
+    kernel = select_kernel(shape, name, order)
     rows = compute(kernel, arena, [1], [0], z)
     again = compute(kernel, arena_of(shape, [expert_record(shape, 3)]), [0], [0], z)
     assert np.array_equal(rows, again)
@@ -360,14 +363,17 @@ def test_read_only_out_is_refused(name: str) -> None:
 
 
 def test_selection_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "auto" is the native kernel where it exists, else the reference; "cpu" insists."""
+    """ "auto" is "int16" where the native module exists, else the reference; names insist."""
     shape = ExpertShape(32, 32)
-    assert select_kernel(shape).name == "cpu"
-    assert select_kernel(shape).kernel_id != select_kernel(shape, "reference").kernel_id
+    assert select_kernel(shape).name == "int16"
+    ids = {select_kernel(shape, name).kernel_id for name in ("int16", "cpu", "reference")}
+    assert len(ids) == 3
     with pytest.raises(ConfigError, match="kernel 'cuda' is not known"):
         select_kernel(shape, "cuda")
-    monkeypatch.delitem(sys.modules, "shared.kernels.cpu", raising=False)
+    for module in ("cpu", "native"):
+        monkeypatch.delitem(sys.modules, f"shared.kernels.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "shared._native", None)
     assert select_kernel(shape).name == "reference"
-    with pytest.raises(ConfigError, match="needs the native module"):
-        select_kernel(shape, "cpu")
+    for name in ("cpu", "int16", "bf16"):
+        with pytest.raises(ConfigError, match=f"kernel {name} needs the native module"):
+            select_kernel(shape, name)

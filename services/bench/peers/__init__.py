@@ -1,0 +1,1 @@
+"""Other people's kernels, fetched or imported when a benchmark asks for them, never shipped."""
