@@ -39,7 +39,8 @@ def node_command(kind: Kind, *, default_name: str | None = None) -> click.Comman
     @click.option("--bank-service", help="Pull a missing bank from here, tcp://HOST:PORT. [never]")
     @click.option("--station-key", help="The Station's public key file.")
     @click.option("--node-key", help="This node's secret key file (mode 0600).")
-    @click.option("--kernel", help="auto, cpu or reference. [auto]")
+    @click.option("--kernel", help="auto, int16, bf16, gpu or reference. [auto]")
+    @click.option("--kernel-threads", type=int, help="Threads of the native kernel, 1 to 64. [1]")
     @click.option("--spin-us", type=int, help="Poll this long before sleeping. [0]")
     @click.option("--pin/--no-pin", default=None, help="Lock the bank in memory. [--pin]")
     @click.option(

@@ -17,6 +17,7 @@ from shared.core.loading import WAIT_US
 from shared.core.names import NodeName, PathText, checked_name
 from shared.core.placement import Tier
 from shared.io.settings import read_settings
+from shared.kernels.select import KernelName, KernelThreads
 
 CONFIG_ROOT: Final = Path("/etc/k3")
 BANK_ROOT: Final = Path("/var/lib/k3/banks")
@@ -37,7 +38,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     node_key: PathText
     bank_service: Annotated[str, msgspec.Meta(max_length=256)] = ""  # "": never pull a bank
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
-    kernel: Literal["auto", "int16", "bf16", "cpu", "reference"] = "auto"
+    kernel: KernelName = "auto"
+    kernel_threads: KernelThreads = 1
     pin: bool = True
     memory_floor_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None  # None: by the machine
     memory_wait_us: Annotated[int, msgspec.Meta(ge=0, le=3_600_000_000)] = WAIT_US

@@ -168,7 +168,9 @@ class _Start:
         with BankFile.open(Path(config.bank)) as bank:
             header = bank.header
             check_bank(header, config)
-            kernel = select_kernel(header.shape, config.kernel, header.layout)
+            kernel = select_kernel(
+                header.shape, config.kernel, header.layout, threads=config.kernel_threads
+            )
             arena = await load_bank(bank, config, reporter, stop)
         if arena is None:
             return None

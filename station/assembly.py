@@ -83,7 +83,7 @@ def build_core(config: StationConfig, log: FilteringBoundLogger) -> Core:
     tokenizer = Tokenizer.load(Path(config.checkpoint))
     placement = load_placement(Path(config.placement), checkpoint)
     shape = placement.shape.expert
-    kernel = select_kernel(shape, config.kernel)
+    kernel = select_kernel(shape, config.kernel, threads=config.kernel_threads)
     if kernel.name == "reference":
         log.warning("kernel_is_slow", kernel=kernel.name, remedy="install a compiler: make setup")
     torch.set_num_threads(config.torch_threads)

@@ -10,6 +10,7 @@ import msgspec
 
 from shared.core.errors import ConfigError
 from shared.core.names import OptionalPathText, PathText
+from shared.kernels.select import KernelName, KernelThreads
 from station.admission import Limits
 from station.deadline import DeadlinePolicy
 from station.expert_path import OnMiss
@@ -44,7 +45,8 @@ class StationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     ring: RingSettings = RingSettings()
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    kernel: Literal["auto", "int16", "bf16", "cpu", "reference"] = "auto"
+    kernel: KernelName = "auto"
+    kernel_threads: KernelThreads = 1
     torch_threads: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
     spin_us: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     cold_records: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 64

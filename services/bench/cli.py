@@ -285,7 +285,7 @@ def plan(
     "--threads", callback=counts_up_to(1024), default="1,2", show_default=True, help="Threads."
 )
 @click.option(
-    "--backend", "backends", multiple=True, help="Only these of ours: int16, bf16_avx512, cpu."
+    "--backend", "backends", multiple=True, help="Only these of ours: int16, bf16_avx512, ..."
 )
 @click.option(
     "--peer",

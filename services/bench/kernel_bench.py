@@ -7,6 +7,7 @@ what a rate is.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,6 +71,10 @@ _COSINE_TARGET: Final = 0.999999
 _VARIANTS: Final[Mapping[ggml.Variant, str]] = {"native": "ggml", "avx2": "ggml_avx2"}
 
 
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def _silent(_line: str) -> None:
     """Say nothing."""
 
@@ -88,14 +93,15 @@ class KernelBench:
     cache_dir: Path
     shape: ExpertShape = K3.expert
     cache_bytes: int = field(default_factory=cache_bytes)
+    cpus: int = field(default_factory=_usable_cpus)
     meter: Callable[[], Meter] = Meter.open
     say: Callable[[str], None] = _silent
 
     def run(self) -> Report:
-        """Measure; ConfigError when no back end of ours can run or memory does not suffice."""
+        """Measure; ConfigError without a back end of ours, or with too little memory or CPUs."""
         machine = machine_facts()  # first: its load is that before the measurement
         skipped: dict[str, str] = {}
-        backends = self._chosen()
+        backends, thread_counts = self._chosen(), self._thread_counts(skipped)
         libraries = self._libraries(skipped)
         watch = Stopwatch(time.perf_counter_ns, time.process_time_ns, self._meter(skipped))
         ours, theirs = self._arenas(bool(libraries))
@@ -104,7 +110,7 @@ class KernelBench:
         for name, library in libraries.items():
             errors[name] = peer_errors(library, self.shape)
         cells: Cells = {}
-        for threads in self.threads:
+        for threads in thread_counts:
             with ExitStack() as stack:
                 contenders: list[Contender] = list(self._kernels(backends, threads, ours, skipped))
                 for name, library in libraries.items():
@@ -115,7 +121,7 @@ class KernelBench:
                 self._measure(cells, contenders, threads, ours, watch, self.rounds)
         # torch's threads keep looking for work after a call: after everybody else
         if "torch" in self.peers:
-            for threads in self.threads:
+            for threads in thread_counts:
                 torch = [Torch(self.shape, threads, ours)]
                 self._measure(cells, torch, threads, ours, watch, _TORCH_ROUNDS)
         figures = (*headline(cells, errors, skipped), *details(cells), *error_figures(errors))
@@ -135,6 +141,23 @@ class KernelBench:
                 f"back end {unknown[0]!r} is not known: use {', '.join(one.name for one in every)}"
             )
         return wanted
+
+    def _thread_counts(self, skipped: dict[str, str]) -> list[int]:
+        """Those with a CPU per thread: others share one, and a rate by processor time is too high
+        by as much."""
+        fitting = [threads for threads in self.threads if threads <= self.cpus]
+        for threads in self.threads:
+            if threads > self.cpus:
+                skipped[f"kernel.threads{threads}"] = (
+                    f"this process may use {self.cpus} CPUs: rates of {threads} threads would be "
+                    "of more CPUs than there are"
+                )
+        if not fitting:
+            raise ConfigError(
+                f"{min(self.threads)} threads need as many CPUs, this process may use "
+                f"{self.cpus}: give --threads {self.cpus} or fewer"
+            )
+        return fitting
 
     def _libraries(self, skipped: dict[str, str]) -> dict[str, Path]:
         """ggml's builds by name; what cannot be had is skipped with the reason."""

@@ -21,17 +21,16 @@ from shared.core.errors import ConfigError
 from shared.core.record import RecordLayout, RecordOrder
 from shared.core.shape import ExpertShape
 from shared.kernels.codecs import bf16_float
-from shared.kernels.expert import Arena, Bf16Bits, ExpertKernel
-from shared.kernels.select import select_kernel
+from shared.kernels.expert import Arena, Bf16Bits
 
 if TYPE_CHECKING:
     from services.bench.peers.torch_rows import TorchRows
+    from shared.kernels.native import NativeKernel
 
 ORDERS: Final[Mapping[RecordOrder, str]] = {
     "interleaved-4": "interleaved_4",
     "row-major": "row_major",
 }
-OLDER: Final = "cpu"  # one thread, and only rows in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,6 @@ def our_backends() -> Iterator[Backend]:
     for one in backends():
         reason = None if one.usable else f"this processor has not the instructions of {one.isa}"
         yield Backend(f"{one.kernel}_{one.isa}", one.kernel, one.isa, reason)
-    yield Backend(OLDER, OLDER, "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,6 @@ class Kernel:
         """ConfigError when it cannot be had on so many threads; `out` has the last lap's rows."""
         if backend.reason is not None:
             raise ConfigError(backend.reason)
-        if backend.kernel == OLDER and threads != 1:
-            raise ConfigError("this kernel has one thread")
         self.name: Final = f"{backend.name}.{ORDERS[order]}"
         self.rotation: Final = memory.rotation
         self.packed_bytes: Final = RecordLayout(shape).record_bytes
@@ -110,9 +106,11 @@ def native_module() -> Iterator[None]:
 
 def kernel_of(
     backend: Backend, shape: ExpertShape, order: RecordOrder, threads: int
-) -> ExpertKernel:
-    """The kernel of a back end."""
-    return select_kernel(shape, backend.kernel, order, threads=threads, isa=backend.isa)
+) -> NativeKernel:
+    """The kernel of a back end; ConfigError where it cannot be had."""
+    with native_module():
+        from shared.kernels.native import NativeKernel
+    return NativeKernel(shape, order, name=backend.kernel, isa=backend.isa, threads=threads)
 
 
 class Probe:

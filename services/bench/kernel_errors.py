@@ -2,8 +2,7 @@
 
 Owns the experts that are compared. Must not know clocks or targets.
 
-What is compared is a row before its own rounding to bf16, where a kernel can give it: that rounding
-alone is 1.7e-3. The older kernel gives bf16 rows only, and its error says so.
+What is compared is a row before its own rounding to bf16: that rounding alone is 1.7e-3.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from services.bench.kernel_contenders import Backend, kernel_of, native_module
+from services.bench.kernel_contenders import Backend, kernel_of
 from services.bench.kernel_records import (
     F64,
     Error,
@@ -45,19 +44,11 @@ def kernel_errors(backends: Sequence[Backend], shape: ExpertShape) -> dict[str, 
     rows = np.repeat(np.arange(_EXPERTS, dtype=np.int32), _TOKENS)
     tokens = np.tile(np.arange(_TOKENS, dtype=np.int32), _EXPERTS)
     errors: dict[str, Error] = {}
-    with native_module():
-        from shared.kernels.native import NativeKernel
     for backend in backends:
-        if backend.reason is not None:
-            continue
-        kernel = kernel_of(backend, shape, "row-major", 1)
-        if isinstance(kernel, NativeKernel):
+        if backend.reason is None:
+            kernel = kernel_of(backend, shape, "row-major", 1)
             found = kernel.rows_f32(arena, rows, tokens, z)
-        else:
-            bits = np.empty((len(rows), shape.latent), np.uint16)
-            kernel.rows(arena, rows, tokens, z, bits)
-            found = bf16_float(bits)
-        errors[backend.name] = error_of(found, expected)
+            errors[backend.name] = error_of(found, expected)
     return errors
 
 

@@ -10,7 +10,7 @@ One row, for a record (w1, w3, w2, each NVFP4 with its own scale_2) and one bf16
     h    = SiTU(g, u) = 4 tanh(g/4) sigmoid(g) x 25 tanh(u/25)    in float32, rounded once
     row  = (W2 h) x w2.scale_2                                    in float32, rounded once to bf16
 
-z and h enter a product in the kernel's own format: bf16 ("bf16", "cpu", "reference"), or 16-bit
+z and h enter a product in the kernel's own format: bf16 ("bf16", "gpu", "reference"), or 16-bit
 integers with a step per 128 columns ("int16"). The order of a sum is each kernel's own but fixed: a
 row depends on (record, z, kernel id) and on nothing else in the call, nor on the order of the
 record's bytes. Rows of different kernels agree to about 2^-7 of the row's largest value.

@@ -7,10 +7,12 @@ not know who chose the pairs.
 "int16" has one definition for every instruction set, so all its back ends share a kernel id: inputs
 become 16-bit integers with one float32 step per 128 columns, the eight products of a lane are
 summed as integers, exactly, and each such sum enters one of 16 float32 accumulators by one fused
-multiply-add, in the order of the columns; the accumulators are added by a fixed tree. It stays
-within 1e-4 of float64 before the row's own rounding to bf16. The step is per 128 columns and not
-per token: hidden values have a long tail, and the largest of 3,072 would set a step too coarse for
-that bound.
+multiply-add, in the order of the columns; the accumulators are added by a fixed tree. For
+activations of variance 1 it stays within 1e-4 of float64 (relative, over a row before its rounding
+to bf16), measured 6e-5. That is no bound: one value ten to a thousand times its 128 neighbours
+gives 1.6e-4, and where g and u saturate besides, far beyond the scale of a normalised activation,
+up to 2e-2. Hidden values below 2^-64 count as zero. The step is per 128 columns and not per token:
+hidden values have a long tail, and the largest of 3,072 would set a step too coarse.
 
 "bf16" lets the processor multiply bf16 pairs (`vdpbf16ps`), whose rounding no other instruction set
 repeats; within 2e-3 of float64, because the hidden row is rounded to bf16. That instruction takes
@@ -27,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared._native import ffi, lib
-from shared.core.errors import ConfigError
+from shared.core.errors import ConfigError, LocalProtocolError
 from shared.core.record import RecordLayout, RecordOrder
 from shared.core.shape import ExpertShape
 from shared.kernels.expert import (
@@ -41,7 +43,10 @@ from shared.kernels.expert import (
 )
 
 _NO_MEMORY: Final = -(2**63)  # INT64_MIN
-_KERNEL_IDS: Final = {"int16": 0x0002_0001, "bf16": 0x0003_0001}  # implementation, version
+_OVERLAP: Final = _NO_MEMORY + 1
+_KERNEL_IDS: Final = {"int16": 0x0002_0002, "bf16": 0x0003_0002}  # implementation, version
+_SPIN_US_MAX: Final = 3_600_000_000  # an hour; in nanoseconds it fits 64 bits
+_CPUS_MAX: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,9 @@ class NativeKernel:
     ) -> None:
         """See ExpertKernel.rows; also MemoryError when the scratch memory cannot be had.
 
-        A row with a NaN or negative block scale is NaN in every element that the scale touches.
+        A row with a NaN or negative block scale is NaN in every element that the scale touches, and
+        so is one with a negative or infinite scale_2 or a sum beyond float32. LocalProtocolError
+        also when `out` overlaps another array.
         """
         check_arrays(self._layout, arena, bank_rows, tokens, activations, out)
         self._call(
@@ -155,6 +162,11 @@ class NativeKernel:
             return
         if wrong == _NO_MEMORY:
             raise MemoryError(f"expert rows: no scratch memory for {len(bank_rows)} pairs")
+        if wrong == _OVERLAP:
+            raise LocalProtocolError(
+                "expert rows: out overlaps the arena, the activations or the pairs: rows would be "
+                "written over what is still to be read, give it memory of its own"
+            )
         pair = abs(wrong) - 1
         if wrong > 0:
             raise bad_bank_row(pair, int(bank_rows[pair]), n_rows)
@@ -184,8 +196,10 @@ def _open_pool(threads: int, cpus: Sequence[int], spin_us: int) -> object:
     most = lib.THREADS_MAX
     if not 1 <= threads <= most:
         raise ConfigError(f"kernel threads {threads} is outside 1 to {most}")
-    if spin_us < 0 or any(cpu < 0 for cpu in cpus):
-        raise ConfigError(f"kernel spin_us {spin_us} and cpus {list(cpus)} may not be negative")
+    if not 0 <= spin_us <= _SPIN_US_MAX:
+        raise ConfigError(f"kernel spin_us {spin_us} is outside 0 to {_SPIN_US_MAX}")
+    if beyond := [cpu for cpu in cpus if not 0 <= cpu < _CPUS_MAX]:
+        raise ConfigError(f"kernel cpus: {beyond[0]} is outside 0 to {_CPUS_MAX - 1}")
     pool = lib.k3_pool_open(threads, ffi.new("int32_t[]", list(cpus)), len(cpus), spin_us * 1000)
     if pool == ffi.NULL:
         where = f" on CPUs {list(cpus)}" if cpus else ""

@@ -1,7 +1,7 @@
 """The reference kernel: the definition of a row written as plainly as numpy allows.
 
 Owns nothing but clarity; the oracle of the other kernels and the fallback where there is no
-compiler. Decodes whole matrices for every pair, so it is hundreds of times slower than "cpu".
+compiler. Decodes whole matrices for every pair, so it is hundreds of times slower than "int16".
 """
 
 from __future__ import annotations

@@ -12,16 +12,20 @@ have a fast `vdpbf16ps` may be set to "bf16", at every node and at the Station.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final, Literal, TypeAlias, get_args
+
+import msgspec
 
 from shared.core.errors import ConfigError
 from shared.core.record import RecordOrder
 from shared.core.shape import ExpertShape
 from shared.kernels.expert import ExpertKernel
+from shared.kernels.gpu import make_gpu_kernel
 from shared.kernels.reference import ReferenceKernel
 
-NATIVE: Final = ("int16", "bf16", "cpu")
-NAMES: Final = ("auto", *NATIVE, "reference")
+KernelName: TypeAlias = Literal["auto", "int16", "bf16", "gpu", "reference"]
+KernelThreads: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
+NAMES: Final[tuple[str, ...]] = get_args(KernelName)
 
 
 def select_kernel(
@@ -36,9 +40,10 @@ def select_kernel(
 ) -> ExpertKernel:
     """Make the kernel `name` for records of `order`.
 
-    "int16" and "bf16" are native (see native.py, also for threads, isa, cpus and spin_us); "cpu" is
-    the older native kernel of one thread; "reference" is numpy, hundreds of times slower; "auto" is
-    "int16" where the native module was built, else "reference": look at the kernel's name.
+    "int16" and "bf16" are native (see native.py, also for threads, isa, cpus and spin_us, which the
+    others have no use for); "gpu" is Triton's, imports torch, and was not run on a GPU yet;
+    "reference" is numpy, hundreds of times slower; "auto" is "int16" where the native module was
+    built, else "reference", and never "gpu": look at the kernel's name.
     Raises ConfigError for an unknown name, or for a kernel that cannot run here.
     """
     if name not in NAMES:
@@ -47,9 +52,10 @@ def select_kernel(
         )
     if name == "reference":
         return ReferenceKernel(shape, order)
+    if name == "gpu":
+        return make_gpu_kernel(shape, order)
     try:
         # the native module may not be built
-        from shared.kernels.cpu import CpuKernel
         from shared.kernels.native import NativeKernel
     except ImportError as error:
         if name == "auto":
@@ -58,8 +64,6 @@ def select_kernel(
             f"kernel {name} needs the native module, which was not built here ({error}): "
             "install a C compiler and run `pip install .` again, or use kernel reference"
         ) from error
-    if name == "cpu":
-        return CpuKernel(shape, order)
     return NativeKernel(
         shape,
         order,

@@ -39,7 +39,7 @@ typedef struct {
     float (*pack)(const float values[CHUNK], uint8_t packed[INPUT_CHUNK_BYTES]);
     /* sums[t * stride + i] = row (first + i) of the matrix times input t, without scale_2, for
      * i < n and t < tokens <= TILE; first and n are multiples of 4. A row with a scale that is
-     * negative or NaN gives NaN. */
+     * negative or NaN gives NaN, and so does a sum beyond float32. */
     void (*dots)(const k3_matrix *matrix, int64_t first, int64_t n, const k3_input *inputs,
                  int64_t tokens, float *sums, int64_t stride);
     /* h[i] = SiTU(g[i] * scale_g, u[i] * scale_u); n is a multiple of 16. */

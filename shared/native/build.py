@@ -15,7 +15,7 @@ from typing import Final
 from cffi import FFI
 
 _HERE: Final = Path(__file__).resolve().parent
-_UNITS: Final = ("bell", "experts", "pool", "rows")
+_UNITS: Final = ("bell", "pool", "rows")
 _BACKENDS: Final = (
     "bf16_avx512",
     "int16_avx512",
@@ -24,11 +24,11 @@ _BACKENDS: Final = (
     "int16_neon",
     "int16_portable",
 )
-# Contraction would fuse a*b+c only where the machine has FMA, and a row's bits must not depend on
-# the machine; the dot product asks for its FMA by name. No -ffast-math: NaN has to survive.
+# No -march: each back end names the instructions it uses, so the module runs on any machine of its
+# architecture. Contraction would fuse a*b+c only where there is FMA, and a row's bits must not
+# depend on that; the dot product asks for its FMA by name. No -ffast-math: NaN has to survive.
 _FLAGS: Final = [
     "-O3",
-    "-march=native",
     "-std=gnu11",
     "-ffp-contract=off",
     "-Wall",

@@ -92,8 +92,10 @@ INLINE void dot_rows(const uint8_t *codes, const uint8_t *scales, int64_t column
     for (int r = 0; r < rows; r++) {
         const int refused = (faults[r] & 0x8080808080808080) != 0;
 #pragma GCC unroll 8
-        for (int t = 0; t < tokens; t++)
-            sums[t * stride + r] = refused ? as_float(0x7fc00000) : sum_lanes(acc[r][t]) * FINAL;
+        for (int t = 0; t < tokens; t++) {
+            const float sum = sum_lanes(acc[r][t]) * FINAL;
+            sums[t * stride + r] = refused ? as_float(NAN_BITS) : nan_unless_finite(sum);
+        }
     }
 }
 

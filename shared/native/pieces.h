@@ -22,6 +22,14 @@ INLINE uint32_t as_bits(float f) {
     return bits;
 }
 
+#define NAN_BITS 0x7fc00000u
+
+INLINE int is_finite(float f) { return (as_bits(f) & 0x7f800000) != 0x7f800000; }
+
+/* A sum that left the range of float32 on its way says nothing about where it would have ended, and
+ * the activation function would make a plausible value of an infinity. */
+INLINE float nan_unless_finite(float sum) { return is_finite(sum) ? sum : as_float(NAN_BITS); }
+
 /* bf16 bits of a float: nearest even; every NaN becomes the same one, because which NaN an operation
  * passes on is the compiler's choice, and a subnormal becomes zero, because some machines do that
  * on their own. */

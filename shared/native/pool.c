@@ -105,6 +105,7 @@ static void spin_for_job(const k3_pool *pool, uint64_t seen) {
 static void *worker(void *argument) {
     k3_pool *pool = argument;
     uint64_t seen = 0;
+    pthread_setname_np(pthread_self(), "k3-kernel");
     for (;;) {
         if (pool->spin_ns > 0)
             spin_for_job(pool, seen);

@@ -78,9 +78,14 @@ static int64_t parts(int64_t all, int64_t part) { return (all + part - 1) / part
 
 static int64_t pair_of(uint64_t key) { return (int64_t)(key & UINT32_MAX); }
 
-static float f32_at(const uint8_t *p) {
+/* A scale_2, or NaN when it has a sign or is no number: SiTU would hide an infinite one. */
+static float scale_2_at(const uint8_t *p) {
+    uint32_t bits;
     float f;
-    memcpy(&f, p, sizeof f);
+    memcpy(&bits, p, sizeof bits);
+    if (bits >= 0x7f800000 && bits != 0x80000000)
+        bits = 0x7fc00000;
+    memcpy(&f, &bits, sizeof f);
     return f;
 }
 
@@ -93,7 +98,7 @@ static k3_matrix matrix_of(const call *c, const tile *t, int which) {
 }
 
 static float scale_2_of(const call *c, const tile *t, int which) {
-    return f32_at(t->record + c->layout->scale_2[which]);
+    return scale_2_at(t->record + c->layout->scale_2[which]);
 }
 
 /* Packs the activation of one token. */
@@ -189,6 +194,23 @@ static int64_t first_out_of_range(int64_t n_rows, const int32_t *bank_rows, int6
     return 0;
 }
 
+static int overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes) {
+    const uintptr_t first = (uintptr_t)a, second = (uintptr_t)b;
+    return first < second + (uintptr_t)b_bytes && second < first + (uintptr_t)a_bytes;
+}
+
+/* Whether rows would be written over something that is still to be read. */
+static int overwrites(const call *c, const uint8_t *arena, int64_t n_rows,
+                      const int32_t *bank_rows, int64_t pairs) {
+    const int64_t word = (int64_t)sizeof *bank_rows, latent = c->layout->latent;
+    const void *out = c->out ? (const void *)c->out : (const void *)c->out_f32;
+    const int64_t bytes = pairs * latent * (c->out ? 2 : 4);
+    return overlap(out, bytes, arena, n_rows * c->layout->stride_bytes) ||
+           overlap(out, bytes, c->activations, c->n_tokens * latent * 2) ||
+           overlap(out, bytes, bank_rows, pairs * word) ||
+           overlap(out, bytes, c->tokens, pairs * word);
+}
+
 /* Zeros the rows of masked pairs and sorts the others by expert; returns how many there are. */
 static int64_t sort_pairs(call *c, const int32_t *bank_rows, int64_t pairs) {
     const int64_t latent = c->layout->latent;
@@ -275,6 +297,8 @@ int64_t k3_rows(int32_t backend, k3_pool *pool, const k3_expert_layout *layout,
         .h_chunks = parts(layout->width, CHUNK),
         .n_tokens = n_tokens,
     };
+    if (overwrites(&c, arena, n_rows, bank_rows, pairs))
+        return INT64_MIN + 1;
     void *block = NULL;
     const int64_t bytes = place_scratch(&c, NULL, pairs);
     if (posix_memalign(&block, ALIGNMENT, (size_t)bytes))

@@ -8,8 +8,18 @@
 
 #include <stdint.h>
 
-#include "experts.h"
 #include "pool.h"
+
+/* Where the nine tensors of an expert that matter lie inside a record; index 0 w1, 1 w3, 2 w2. */
+typedef struct {
+    int64_t latent; /* both multiples of 16, of 128 in an interleaved record */
+    int64_t width;
+    int64_t interleaved; /* 0: row-major; 1: rows interleaved by 4 (shared/core/record.py) */
+    int64_t stride_bytes;
+    int64_t weight[3];
+    int64_t scale[3];
+    int64_t scale_2[3];
+} k3_expert_layout;
 
 /* Back ends, best first; those of one kernel give the same bits. NULL beyond the last one. */
 const char *k3_backend_kernel(int32_t backend);
@@ -17,8 +27,13 @@ const char *k3_backend_isa(int32_t backend);
 /* Whether this processor has the instructions of a back end. */
 int32_t k3_backend_usable(int32_t backend);
 
-/* As k3_expert_rows, by back end `backend` and the threads of `pool` (NULL: this thread alone). Rows
- * are bf16 bits in out, or float32 in out_f32, not rounded; the other one is NULL. */
+/* Row p = expert(arena[bank_rows[p]], activations[tokens[p]]) for every pair p, by back end `backend`
+ * and the threads of `pool` (NULL: this thread alone); bank row -1 gives a row of zeros. Activations
+ * are bf16 bits [n_tokens, latent]. Rows [pairs, latent] are bf16 bits in out, or float32 in out_f32,
+ * not rounded; the other one is NULL.
+ * Returns 0, or without having written anything: 1 + p when bank_rows[p] is outside [-1, n_rows),
+ * -(1 + p) when tokens[p] is outside [0, n_tokens), INT64_MIN when there is no memory,
+ * INT64_MIN + 1 when the rows lie over something that is read. */
 int64_t k3_rows(int32_t backend, k3_pool *pool, const k3_expert_layout *layout,
                 const uint8_t *arena, int64_t n_rows, const int32_t *bank_rows,
                 const int32_t *tokens, int64_t pairs, const uint16_t *activations,

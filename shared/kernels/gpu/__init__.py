@@ -27,7 +27,7 @@ def make_gpu_kernel(shape: ExpertShape, order: RecordOrder = "row-major") -> Exp
     """
     experts = _load(_EXPERTS)
     if (missing := experts.why_unavailable()) is not None:
-        raise ConfigError(f"kernel gpu cannot run here: {missing}, or use kernel cpu")
+        raise ConfigError(f"kernel gpu cannot run here: {missing}, or use kernel int16")
     return cast(ExpertKernel, experts.GpuKernel(shape, order))
 
 
@@ -51,5 +51,5 @@ def _load(module: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"kernel gpu needs torch and triton ({error}): run `pip install 'k3-pod[gpu]'`, "
-            "or use kernel cpu"
+            "or use kernel int16"
         ) from error

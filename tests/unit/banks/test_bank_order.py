@@ -139,7 +139,7 @@ def test_both_orders_give_the_same_rows(tmp_path: Path, placement: Placement, ba
     found = []
     for path in (bank, plain):
         with BankFile.open(path) as opened:
-            kernel = select_kernel(opened.header.shape, "cpu", opened.header.layout)
+            kernel = select_kernel(opened.header.shape, "int16", opened.header.layout)
         out = np.empty((14, 256), np.uint16)
         pairs = np.arange(14, dtype=np.int32)
         kernel.rows(records_of(path), pairs % 7, pairs // 7, activations(2, 256, seed=1), out)

@@ -22,7 +22,7 @@ BANK = wire.BankFacts(
 TO_STATION: list[wire.ToStation] = [
     wire.Loading(phase="staging", done_bytes=3, total_bytes=2**40, **SIGNED),
     wire.Hello(
-        protocol=1, tier="spark", pid=77, bank=BANK, kernel_id=65537, kernel_name="cpu", **SIGNED
+        protocol=1, tier="spark", pid=77, bank=BANK, kernel_id=131073, kernel_name="int16", **SIGNED
     ),
     wire.LeaseAccepted(epoch=3, request_ring=DESCRIPTOR, canary_row=bytes(64), **SIGNED),
     wire.Heartbeat(

@@ -31,6 +31,7 @@ from shared.core.ring_layout import (
 from shared.core.shape import ExpertShape
 from shared.kernels.canary import agrees, canary_row
 from shared.kernels.codecs import bf16_float, e4m3_float, nvfp4_decode
+from shared.kernels.expert import ExpertKernel
 from shared.kernels.gpu import make_gpu_kernel, make_gpu_ring
 from shared.kernels.gpu.experts import GpuKernel
 from shared.kernels.gpu.kernel import WORK_HEAD
@@ -40,6 +41,7 @@ from shared.kernels.gpu.ring import Ended, GpuRing
 from shared.kernels.gpu.timing import measure
 from shared.kernels.reference import ReferenceKernel
 from shared.kernels.reference import situ as situ_exact
+from shared.kernels.select import select_kernel
 from tests.support.expert_records import activations, arena_of, expert_record, tensor
 
 POISON = 0x7FC1  # a NaN: a row that is not written does not go unnoticed
@@ -51,7 +53,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 
 def compute(
-    kernel: GpuKernel | ReferenceKernel,
+    kernel: ExpertKernel,
     arena: np.ndarray,
     bank_rows: list[int],
     tokens: list[int],
@@ -87,7 +89,7 @@ def test_rows_follow_the_reference(sizes: tuple[int, int]) -> None:
     arena, z = records(shape, 2), activations(3, shape.latent, seed=9)
     pairs = [-1, 1, 0, 1, -1], [0, 1, 2, 0, 2]
 
-    rows = compute(GpuKernel(shape), arena, *pairs, z)
+    rows = compute(select_kernel(shape, "gpu"), arena, *pairs, z)
 
     expected = compute(ReferenceKernel(shape), arena, *pairs, z)
     assert bf16_float(expected)[1:4].any(axis=1).all(), "an expected row of zeros proves nothing"

@@ -35,12 +35,12 @@ def test_activation_is_a_function_of_the_seed() -> None:
 def test_kernels_agree_on_the_canary() -> None:
     """N9: native and reference rows agree by cosine; the same kernel agrees bit for bit."""
     arena = arena_of(SHAPE, [expert_record(SHAPE, seed) for seed in range(2)])
-    cpu, reference = select_kernel(SHAPE, "cpu"), select_kernel(SHAPE, "reference")
-    row = canary_row(cpu, arena, 1, seed=3)
-    assert np.array_equal(row, canary_row(cpu, arena, 1, seed=3))
+    native, reference = select_kernel(SHAPE, "int16"), select_kernel(SHAPE, "reference")
+    row = canary_row(native, arena, 1, seed=3)
+    assert np.array_equal(row, canary_row(native, arena, 1, seed=3))
     assert agrees(row, canary_row(reference, arena, 1, seed=3), same_kernel=False)
-    assert not agrees(row, canary_row(cpu, arena, 0, seed=3), same_kernel=False)
-    assert not agrees(row, canary_row(cpu, arena, 1, seed=4), same_kernel=False)
+    assert not agrees(row, canary_row(native, arena, 0, seed=3), same_kernel=False)
+    assert not agrees(row, canary_row(native, arena, 1, seed=4), same_kernel=False)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.25, 0.5, 2.0])
@@ -56,6 +56,19 @@ def test_wrong_second_scale_is_caught(matrix: str, factor: float) -> None:
     rows = [canary_row(kernel, arena, row, seed=5) for row in range(2)]
     assert not agrees(rows[0], rows[1], same_kernel=False)
     assert not agrees(rows[0], rows[1], same_kernel=True)
+
+
+def test_one_wrong_value_of_many_is_caught() -> None:
+    """A kernel that leaves out one output of K3's 3,584: cosine and norm would not notice."""
+    values = np.random.default_rng(1).standard_normal(3584).astype(np.float32)
+    values[3583] = 0.5
+    row = bf16_bits(values)
+    left_out = row.copy()
+    left_out[3583] = 0
+    assert not agrees(row, left_out, same_kernel=False)
+    assert not agrees(left_out, row, same_kernel=False)
+    near = bf16_bits(values * np.float32(1.004))
+    assert agrees(row, near, same_kernel=False)
 
 
 def test_nothing_agrees_with_nan() -> None:

@@ -118,16 +118,24 @@ def test_a_launch_can_be_captured() -> None:
     ]
 
 
-def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
-    """What a CPU node imports; and without a GPU the kernel is refused with the remedy."""
+def test_only_the_kernel_itself_loads_torch_and_triton() -> None:
+    """What a CPU node imports and "auto" do not; without a GPU, or triton, it says the remedy."""
     code = (
-        "import sys, shared.kernels.gpu as gpu\n"
+        "import sys\n"
         "from shared.core.errors import ConfigError\n"
         "from shared.core.shape import ExpertShape\n"
+        "from shared.kernels.gpu import gpu_available\n"
+        "from shared.kernels.select import select_kernel\n"
+        "assert select_kernel(ExpertShape(32, 32)).name != 'gpu'\n"
         "assert not {'torch', 'triton'} & set(sys.modules)\n"
-        "assert not gpu.gpu_available()\n"
-        "try: gpu.make_gpu_kernel(ExpertShape(32, 32))\n"
-        "except ConfigError as error: print(error)\n"
+        "def refuse():\n"
+        "    assert not gpu_available()\n"
+        "    try: select_kernel(ExpertShape(32, 32), 'gpu')\n"
+        "    except ConfigError as error: print(error)\n"
+        "sys.modules['triton'] = None\n"
+        "refuse()\n"
+        "del sys.modules['triton']\n"
+        "refuse()\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     said = subprocess.run(
@@ -138,6 +146,8 @@ def test_importing_the_package_loads_neither_torch_nor_triton() -> None:
         text=True,
         timeout=60,
         check=True,
-    ).stdout
-    assert "torch finds no CUDA GPU" in said
-    assert "use kernel cpu" in said
+    ).stdout.splitlines()
+    assert len(said) == 2
+    assert "needs torch and triton" in said[0]
+    assert "torch finds no CUDA GPU" in said[1]
+    assert all("use kernel int16" in line for line in said)

@@ -20,6 +20,7 @@ from shared.core.record_order import reorder
 from shared.core.shape import K3, ExpertShape
 from shared.kernels.codecs import bf16_bits, bf16_float, nvfp4_decode
 from shared.kernels.native import Backend, NativeKernel, backends
+from shared.kernels.reference import situ
 from tests.support.expert_records import activations, arena_of, expert_record, tensor
 
 USABLE = [backend for backend in backends() if backend.usable]
@@ -120,6 +121,25 @@ def test_error_against_float64(backend: Backend, sizes: tuple[int, int]) -> None
     if shape.latent % CHUNK == 0 and shape.width % CHUNK == 0:
         other = make(shape, backend, INTERLEAVED)
         assert np.array_equal(rows, compute_f32(other, interleaved(shape, records), *pairs, z))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 12), st.integers(1, 70))
+def test_error_for_any_shape_and_grouping(seed: int, latent: int, width: int, pairs: int) -> None:
+    """Against float64; a product of few terms may cancel more of what int16 rounded."""
+    shape = ExpertShape(16 * latent, 16 * width)
+    records = [expert_record(shape, seed + n) for n in range(2)]
+    rng = np.random.default_rng(seed)
+    z = activations(5, shape.latent, seed)
+    bank_rows, tokens = list(rng.integers(-1, 2, pairs)), list(rng.integers(0, 5, pairs))
+    rows = compute_f32(NativeKernel(shape), arena_of(shape, records), bank_rows, tokens, z)
+    expected = [[dense(shape, record, token) for token in z] for record in records]
+    for row, bank_row, token in zip(rows, bank_rows, tokens, strict=True):
+        if bank_row < 0:
+            assert not row.any()
+        else:
+            wanted = expected[bank_row][token]
+            assert np.linalg.norm(row - wanted) <= 3e-4 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("kernel", sorted({backend.kernel for backend in USABLE}))
@@ -267,6 +287,105 @@ def test_a_bad_scale_is_never_a_plausible_row(backend: Backend, place: str) -> N
 
 
 @every_backend
+@pytest.mark.parametrize("place", ["w1", "w3", "w2"])
+def test_a_bad_scale_2_is_never_a_plausible_row(backend: Backend, place: str) -> None:
+    """A negative, infinite or NaN scale_2 gives NaN only; without it SiTU hides an infinity."""
+    shape = ExpertShape(128, 144)
+    z = activations(2, shape.latent, seed=1)
+    for value in (-1e-3, -np.inf, np.inf, np.nan, -1e-45):
+        record = expert_record(shape, 3)
+        tensor(RecordLayout(shape), record, f"{place}.weight_scale_2").view("<f4")[:] = value
+        arena = arena_of(shape, [record, expert_record(shape, 4)])
+        rows = bf16_float(compute(make(shape, backend), arena, [0, 0, 1], [0, 1, 0], z))
+        assert np.isnan(rows[:2]).all(), value
+        assert np.isfinite(rows[2]).all()
+
+
+@every_backend
+def test_a_sum_that_overflows_on_its_way_is_refused(backend: Backend) -> None:
+    """One lane leaves float32, later columns take it back: NaN, no saturated SiTU."""
+    shape = ExpertShape(512, 16)
+    layout = RecordLayout(shape)
+    record = expert_record(shape, 5)
+    codes = tensor(layout, record, "w1.weight").reshape(16, 4, 64)
+    codes[:] = 0
+    codes[:, 0, :4] = 0x77  # +6 in columns 0 to 7 of the first chunk
+    codes[:, 1, :4] = 0xFF  # -6 in those of the second
+    tensor(layout, record, "w1.weight_scale")[:] = 0x7E  # 448
+    tensor(layout, record, "w3.weight")[:] = 0
+    z = np.zeros((2, 512), np.uint16)
+    unit = 256 if backend.kernel == "bf16" else 1  # the part of its scales that comes last
+    for token, chunk, value in ((0, 0, 1.7e34), (0, 1, 1.4e34), (1, 0, 1.2e34), (1, 1, 1.2e34)):
+        z[token, chunk * CHUNK : chunk * CHUNK + 8] = bf16_bits(np.float32(value * unit))
+    kernel, arena = make(shape, backend), arena_of(shape, [record])
+    rows = bf16_float(compute(kernel, arena, [0, 0], [0, 1], z))
+    assert np.isnan(rows[0]).all()
+    assert np.isfinite(rows[1]).all()
+
+
+@every_backend
+def test_rows_over_what_is_still_read_are_refused(backend: Backend) -> None:
+    """`out` may not lie over activations, arena or pairs, not even by one row."""
+    shape = ExpertShape(128, 128)
+    kernel = make(shape, backend)
+    stride = RecordLayout(shape).stride_bytes
+    memory = np.zeros(stride + 2**16, np.uint8)
+    memory[:stride] = arena_of(shape, [expert_record(shape, 1)])[0]
+    z = activations(4, 128, seed=1)
+    memory[stride : stride + z.nbytes] = z.view(np.uint8).ravel()
+    before = memory.copy()
+    arena = memory[:stride].reshape(1, stride)
+    inside = memory[stride : stride + z.nbytes].view(np.uint16).reshape(4, 128)
+    rows, tokens = np.array([0, -1, 0, 0], np.int32), np.arange(4, dtype=np.int32)
+    for first in (stride - 256, stride, stride + z.nbytes - 256):
+        out = memory[first : first + z.nbytes].view(np.uint16).reshape(4, 128)
+        with pytest.raises(LocalProtocolError, match="out overlaps"):
+            kernel.rows(arena, rows, tokens, inside, out)
+        assert np.array_equal(before, memory)
+    pairs = z.view(np.int32)[0, :4]
+    pairs[:] = 0
+    with pytest.raises(LocalProtocolError, match="out overlaps"):
+        kernel.rows(arena, pairs, tokens, inside, z)
+    beside = memory[stride + z.nbytes : stride + 2 * z.nbytes].view(np.uint16).reshape(4, 128)
+    kernel.rows(arena, rows, tokens, inside, beside)
+    assert beside[0].any()
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [((272, 144), "row-major"), ((16, 16), "row-major"), ((128, 128), "interleaved-4")],
+)
+def test_no_byte_beyond_a_record_is_read(
+    backend: Backend, sizes: tuple[int, int], order: RecordOrder
+) -> None:
+    """The last record ends where the mapping ends; the page behind it is forbidden.
+
+    Rows end inside a chunk in two shapes; a whole chunk would reach over the smaller one's end.
+    With one chunk in every matrix a record is the same in both orders.
+    """
+    shape = ExpertShape(*sizes)
+    layout = RecordLayout(shape)
+    stride = layout.stride_bytes
+    memory = mmap.mmap(-1, 2 * stride + mmap.PAGESIZE)
+    view = np.frombuffer(memory, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    forbidden = view.ctypes.data + 2 * stride
+    assert libc.mprotect(ctypes.c_void_p(forbidden), mmap.PAGESIZE, 0) == 0, ctypes.get_errno()
+    # end of the last tensor that is read = end of the arena, so shift the arena inside the mapping
+    slack = stride - layout.fields[8].offset - layout.fields[8].length
+    arena = view[slack : slack + 2 * stride].reshape(2, stride)
+    record = expert_record(shape, 3)[: stride - slack]
+    view[stride + slack : 2 * stride] = record
+    z = activations(1, shape.latent, seed=7)
+    kernel = make(shape, backend, order)
+    rows = compute(kernel, arena, [1], [0], z)
+    again = compute(kernel, arena_of(shape, [expert_record(shape, 3)]), [0], [0], z)
+    assert np.array_equal(rows, again)
+    assert libc.mprotect(ctypes.c_void_p(forbidden), mmap.PAGESIZE, 3) == 0
+
+
+@every_backend
 def test_extreme_activations(backend: Backend) -> None:
     """NaN and infinity give NaN rows, only their own; huge, tiny and zero give finite ones."""
     shape = ExpertShape(256, 144)
@@ -296,8 +415,11 @@ def test_activation_has_the_same_bits_everywhere() -> None:
 
     rng = np.random.default_rng(0)
     ends = [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e38, -1e38, 1e-38]
-    g = np.concatenate([np.linspace(-80, 100, 4096), np.repeat(ends, 8)]).astype(np.float32)
-    u = np.concatenate([rng.permutation(g[:4096]), np.tile(ends, 8)]).astype(np.float32)
+    small = np.geomspace(1e-30, 1, 1024)
+    usual = np.concatenate([np.linspace(-80, 100, 14_336), small, -small])
+    n = len(usual)
+    g = np.concatenate([usual, np.repeat(ends, 8)]).astype(np.float32)
+    u = np.concatenate([rng.permutation(g[:n]), np.tile(ends, 8)]).astype(np.float32)
     found = []
     for backend in USABLE:
         h = np.empty_like(g)
@@ -305,13 +427,16 @@ def test_activation_has_the_same_bits_everywhere() -> None:
         lib.k3_backend_situ(backend.number, *views, len(g))
         found.append(h)
     h = found[0]
-    exact = 4 * np.tanh(g[:4096] / 4.0) / (1 + np.exp(-g[:4096].astype(np.float64)))
-    exact *= 25 * np.tanh(u[:4096] / np.float64(25))
-    assert (np.abs(h[:4096] - exact) <= 2e-6 * np.abs(exact) + 1e-37).all()
+    exact = situ(g[:n].astype(np.float64), u[:n].astype(np.float64))
+    assert (np.abs(h[:n] - exact) <= 2e-6 * np.abs(exact) + 1e-37).all()
     is_nan = np.isnan(g) | np.isnan(u)
     assert np.isnan(h[is_nan]).all()
     assert np.isfinite(h[~is_nan]).all()
-    assert h[4096] == 100  # of two infinities
+    at_ends = h[n:].reshape(8, 8)  # by g and u
+    assert at_ends[0, 0] == at_ends[5, 5] == 100
+    assert at_ends[0, 1] == at_ends[5, 6] == -100
+    assert np.nanmax(np.abs(at_ends[[1, 6]])) < 1e-30
+    assert np.nanmax(np.abs(at_ends[[3, 4]])) == 0
     for other in found[1:]:
         assert np.array_equal(h, other, equal_nan=True)
 
@@ -443,8 +568,10 @@ def test_a_forked_child_computes_alone() -> None:
         ({"threads": 0}, "threads 0 is outside 1 to 1024"),
         ({"threads": 1025}, "threads 1025 is outside"),
         ({"threads": 2, "cpus": [100_000]}, r"refused 1 more threads on CPUs \[100000\]"),
-        ({"threads": 2, "cpus": [-1]}, "may not be negative"),
-        ({"spin_us": -1}, "may not be negative"),
+        ({"threads": 2, "cpus": [-1]}, "cpus: -1 is outside 0 to"),
+        ({"threads": 2, "cpus": [2**31]}, "cpus: 2147483648 is outside 0 to"),
+        ({"spin_us": -1}, "spin_us -1 is outside 0 to"),
+        ({"spin_us": 2**62}, "spin_us 4611686018427387904 is outside 0 to"),
         ({"isa": "sparc"}, "was not built .* use isa auto or .*portable"),
     ],
 )

@@ -46,10 +46,11 @@ def bench(tmp_path: Path, **changed: object) -> KernelBench:
         "arena_bytes": 2_000_000 + 40 * STRIDE,
         "rounds": 2,
         "tokens": (1, 8),
-        "backends": ("int16", "cpu"),
+        "backends": ("int16",),
         "cache_dir": tmp_path,
         "shape": SMALL,
         "cache_bytes": 10**6,
+        "cpus": 2,
         "meter": lambda: Meter.open(tmp_path),
     }
     return KernelBench(**{**settings, **changed})  # type: ignore[arg-type]
@@ -70,9 +71,6 @@ def test_a_run_reports_every_cell_and_what_it_went_without(tmp_path: Path) -> No
             assert 0 < figures[f"{base}.gb_per_s"].value <= figures[f"{base}.gb_per_s_best"].value
             assert figures[f"{base}.share_of_probe"].value > 0
             assert figures[f"kernel.read_probe.{cell}.gb_per_s"].value > 0
-        assert f"kernel.cpu.{order}.t1.threads1.gb_per_s" in figures
-        assert f"kernel.cpu.{order}.t1.threads2.gb_per_s" not in figures
-    assert report.skipped["kernel.cpu.threads2"] == "this kernel has one thread"
     for name in ("t1.threads2.vs_ggml", "t8.threads2.vs_ggml", "avx2.vs_ggml_avx2"):
         assert "--peer ggml" in report.skipped[f"kernel.{name}"]
         assert f"kernel.{name}" not in figures
@@ -83,17 +81,29 @@ def test_a_run_reports_every_cell_and_what_it_went_without(tmp_path: Path) -> No
 
 
 def test_figures_that_need_what_was_not_measured_are_skipped(tmp_path: Path) -> None:
-    """One thread only, and none of the back ends that have a target."""
-    report = bench(tmp_path, threads=(1,), backends=("cpu",)).run()
+    """One thread only, and none of the back ends that the headline is about."""
+    report = bench(tmp_path, threads=(1,), backends=("bf16",)).run()
 
-    assert not [figure for figure in report.figures if figure.target is not None]
+    names = {figure.name for figure in report.figures}
     for name in ("t1.threads2.share_of_probe", "rel_err", "cosine"):
+        assert f"kernel.{name}" not in names
         assert "not measured" in report.skipped[f"kernel.{name}"]
+
+
+def test_more_threads_than_cpus_are_no_rate(tmp_path: Path) -> None:
+    """Eight threads on two CPUs would count a quarter of their time: left out, or refused."""
+    report = bench(tmp_path, threads=(1, 8), tokens=(1,), backends=("int16_portable",)).run()
+    assert not any("threads8" in figure.name for figure in report.figures)
+    assert "may use 2 CPUs" in report.skipped["kernel.threads8"]
+    with pytest.raises(ConfigError, match=r"3 threads need as many CPUs.* give --threads 2"):
+        bench(tmp_path, threads=(8, 3)).run()
 
 
 def test_torch_takes_part_when_asked(tmp_path: Path) -> None:
     """With a share of the probe, after all others."""
-    report = bench(tmp_path, threads=(1,), tokens=(2,), peers=("torch",), backends=("cpu",)).run()
+    report = bench(
+        tmp_path, threads=(1,), tokens=(2,), peers=("torch",), backends=("int16_portable",)
+    ).run()
 
     names = [figure.name for figure in report.figures]
     assert "kernel.torch_bf16.t2.threads1.share_of_probe" in names
@@ -102,7 +112,7 @@ def test_torch_takes_part_when_asked(tmp_path: Path) -> None:
 
 def test_an_unknown_back_end_is_refused(tmp_path: Path) -> None:
     """Before any memory is taken; the message lists what there is."""
-    with pytest.raises(ConfigError, match=r"'int4' is not known: use .*int16_portable.*cpu"):
+    with pytest.raises(ConfigError, match=r"'int4' is not known: use .*int16_portable"):
         bench(tmp_path, backends=("int4",), arena_bytes=1).run()
 
 

@@ -47,10 +47,17 @@ class Experts:
         """Nothing is cached."""
 
 
+def thread_names(pid: int) -> list[str]:
+    return [comm.read_text().strip() for comm in Path(f"/proc/{pid}/task").glob("*/comm")]
+
+
 @pytest.mark.asyncio
-async def test_rows_of_an_interleaved_bank_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """Canary and rows equal what the kernel makes of the stored order; its own canary, which asks
-    the reference kernel, lets the node serve."""
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_rows_of_an_interleaved_bank_are_those_of_the_checkpoint(
+    tmp_path: Path, threads: int
+) -> None:
+    """Canary and rows equal what the kernel makes of the stored order on one thread; the node's own
+    canary, which asks the reference kernel, lets it serve."""
     keys.create(tmp_path / "station", "station")
     keys.create(tmp_path / "nodes", "spark0")
     home = Home(tmp_path, "spark0")
@@ -65,13 +72,15 @@ async def test_rows_of_an_interleaved_bank_are_those_of_the_checkpoint(tmp_path:
     expected = np.zeros((8, 256), np.uint16)
     kernel.rows(arena, bank_rows, pairs[:, 0].astype(np.int32), z, expected)
     async with station(home) as fake:
-        node = NodeProcess.start(home.command(fake.link.address), tmp_path / "node.log")
+        command = home.command(fake.link.address, "--kernel-threads", str(threads))
+        node = NodeProcess.start(command, tmp_path / "node.log")
         try:
             await fake.expect(wire.Hello)
             lease = fake.offer(1, ring_shape=RING)
             await fake.grant(lease)
             lease.dispatch(0, 1, 1, pairs, z)
             _, got_pairs, status, rows = await fake.answer(lease, 0, 1)
+            names = thread_names(node.process.pid)
         finally:
             node.kill()
 
@@ -80,6 +89,7 @@ async def test_rows_of_an_interleaved_bank_are_those_of_the_checkpoint(tmp_path:
     assert np.array_equal(got_pairs, pairs)
     assert not status.any()
     assert np.array_equal(rows, expected)
+    assert names.count("k3-kernel") == threads - 1
 
 
 @pytest.mark.asyncio

@@ -82,7 +82,7 @@ class ScriptedNode:
                 rows=len(placed.bank_rows),
             ),
             "kernel_id": kernel().kernel_id,
-            "kernel_name": "cpu",
+            "kernel_name": "int16",
         }
         return wire.Hello(**(fields | changes))
 

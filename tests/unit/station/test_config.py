@@ -50,6 +50,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         (RIGHT + r'http_token_file = "a\u0000b"', "http_token_file"),
         (RIGHT + "http_port = 70000", "http_port"),
         (RIGHT + 'on_miss = "skip"', "on_miss"),
+        (RIGHT + 'kernel = "cuda"', "kernel"),
+        (RIGHT + "kernel_threads = 65", "kernel_threads"),
         (RIGHT + "[ring]\nslots = 65", "ring.slots"),
         (RIGHT + "[limits]\nactive = 65", "limits.active"),
         (RIGHT + "[deadline]\nfloor_us = 5000\nceiling_us = 4000", "floor_us"),

@@ -68,7 +68,7 @@ def hello(placement: Placement, node: str = "spark0", **changes: object) -> Hell
         pid=1,
         bank=facts,
         kernel_id=KERNEL,
-        kernel_name="cpu",
+        kernel_name="int16",
     )
     bank = {name[5:]: value for name, value in changes.items() if name.startswith("bank_")}
     rest = {name: value for name, value in changes.items() if not name.startswith("bank_")}
