@@ -6,7 +6,7 @@ import numpy as np
 
 from shared.core.record import RecordLayout
 from shared.core.shape import ExpertShape
-from shared.kernels.codecs import bf16_bits, nvfp4_encode
+from shared.kernels.codecs import bf16_bits, bf16_float, nvfp4_decode, nvfp4_encode
 
 
 def expert_record(
@@ -51,3 +51,25 @@ def activations(tokens: int, latent: int, seed: int) -> np.ndarray:
     """Standard normal activations, bf16 bits uint16 [tokens, latent]."""
     rng = np.random.default_rng(seed)
     return bf16_bits(rng.standard_normal((tokens, latent)).astype(np.float32))
+
+
+def dense_row(
+    shape: ExpertShape, record: np.ndarray, z: np.ndarray, *, round_hidden: bool
+) -> np.ndarray:
+    """The expert in float64 with plain matrices; `round_hidden` rounds h to bf16 as defined."""
+    layout = RecordLayout(shape)
+
+    def weight(name: str, outputs: int, inputs: int) -> np.ndarray:
+        packed = tensor(layout, record, f"{name}.weight").reshape(outputs, inputs // 2)
+        scale = tensor(layout, record, f"{name}.weight_scale").reshape(outputs, inputs // 16)
+        scale_2 = float(tensor(layout, record, f"{name}.weight_scale_2").view("<f4")[0])
+        return nvfp4_decode(packed, scale, np.float32(1)).astype(np.float64) * scale_2
+
+    x = bf16_float(z).astype(np.float64)
+    g = weight("w1", shape.width, shape.latent) @ x
+    u = weight("w3", shape.width, shape.latent) @ x
+    with np.errstate(over="ignore"):
+        h = 4 * np.tanh(g / 4) / (1 + np.exp(-g)) * 25 * np.tanh(u / 25)
+    if round_hidden:
+        h = bf16_float(bf16_bits(h)).astype(np.float64)
+    return weight("w2", shape.latent, shape.width) @ h

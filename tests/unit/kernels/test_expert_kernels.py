@@ -15,7 +15,7 @@ from shared.kernels.codecs import bf16_bits, bf16_float, nvfp4_decode
 from shared.kernels.expert import ExpertKernel
 from shared.kernels.reference import situ
 from shared.kernels.select import select_kernel
-from tests.support.expert_records import activations, arena_of, expert_record, tensor
+from tests.support.expert_records import activations, arena_of, dense_row, expert_record, tensor
 
 NAMES = ("int16", "reference")  # test_native_kernels.py: every form of int16 and bf16
 POISON = 0x7FC1  # a NaN: a row that is not written does not go unnoticed
@@ -28,23 +28,6 @@ def compute(
     out = np.full((len(bank_rows), z.shape[1]), POISON, np.uint16)
     kernel.rows(arena, np.array(bank_rows, np.int32), np.array(tokens, np.int32), z, out)
     return out
-
-
-def dense(shape: ExpertShape, record: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """The expert in float64 with torch-free plain matrices; h rounded to bf16 as defined."""
-    layout = RecordLayout(shape)
-
-    def weight(name: str, outputs: int, inputs: int) -> np.ndarray:
-        packed = tensor(layout, record, f"{name}.weight").reshape(outputs, inputs // 2)
-        scale = tensor(layout, record, f"{name}.weight_scale").reshape(outputs, inputs // 16)
-        scale_2 = float(tensor(layout, record, f"{name}.weight_scale_2").view("<f4")[0])
-        return nvfp4_decode(packed, scale, np.float32(1)).astype(np.float64) * scale_2
-
-    x = bf16_float(z).astype(np.float64)
-    g = weight("w1", shape.width, shape.latent) @ x
-    u = weight("w3", shape.width, shape.latent) @ x
-    h = 4 * np.tanh(g / 4) / (1 + np.exp(-g)) * 25 * np.tanh(u / 25)
-    return weight("w2", shape.latent, shape.width) @ bf16_float(bf16_bits(h)).astype(np.float64)
 
 
 def assert_close(row_bits: np.ndarray, expected: np.ndarray) -> None:
@@ -65,7 +48,7 @@ def test_rows_equal_a_dense_expert(name: str, sizes: tuple[int, int]) -> None:
     z = activations(3, shape.latent, seed=9)
     rows = compute(select_kernel(shape, name), arena_of(shape, records), [0, 1, 1], [0, 1, 2], z)
     for row, record, token in zip(rows, (0, 1, 1), (0, 1, 2), strict=True):
-        assert_close(row, dense(shape, records[record], z[token]))
+        assert_close(row, dense_row(shape, records[record], z[token], round_hidden=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +63,7 @@ def test_masked_pairs_are_zero_rows(name: str) -> None:
         if bank_row < 0:
             assert not rows[pair].any()
         else:
-            assert_close(rows[pair], dense(shape, records[bank_row], z[0]))
+            assert_close(rows[pair], dense_row(shape, records[bank_row], z[0], round_hidden=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,7 +74,7 @@ def test_gate_and_up_keep_their_own_scale(name: str) -> None:
         record = expert_record(shape, 5, scale_2=scale_2)
         z = activations(1, 128, seed=2)
         rows = compute(select_kernel(shape, name), arena_of(shape, [record]), [0], [0], z)
-        assert_close(rows[0], dense(shape, record, z[0]))
+        assert_close(rows[0], dense_row(shape, record, z[0], round_hidden=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,7 +88,7 @@ def test_second_scale_is_applied_once(name: str, index: int) -> None:
         scale_2[index] *= factor
         record = expert_record(shape, 6, scale_2=tuple(scale_2))
         rows = compute(select_kernel(shape, name), arena_of(shape, [record]), [0], [0], z)
-        assert_close(rows[0], dense(shape, record, z[0]))
+        assert_close(rows[0], dense_row(shape, record, z[0], round_hidden=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

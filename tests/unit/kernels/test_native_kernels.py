@@ -18,10 +18,10 @@ from shared.core.errors import ConfigError, LocalProtocolError
 from shared.core.record import CHUNK, RecordLayout, RecordOrder
 from shared.core.record_order import reorder
 from shared.core.shape import K3, ExpertShape
-from shared.kernels.codecs import bf16_bits, bf16_float, nvfp4_decode
+from shared.kernels.codecs import bf16_bits, bf16_float
 from shared.kernels.native import Backend, NativeKernel, backends
 from shared.kernels.reference import situ
-from tests.support.expert_records import activations, arena_of, expert_record, tensor
+from tests.support.expert_records import activations, arena_of, dense_row, expert_record, tensor
 
 USABLE = [backend for backend in backends() if backend.usable]
 INT16 = [backend for backend in USABLE if backend.kernel == "int16"]
@@ -75,24 +75,6 @@ def random_record(shape: ExpertShape, seed: int, low: int = 0x20, high: int = 0x
     return record
 
 
-def dense(shape: ExpertShape, record: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """The expert in float64, nothing rounded on the way."""
-    layout = RecordLayout(shape)
-
-    def weight(name: str, outputs: int, inputs: int) -> np.ndarray:
-        packed = tensor(layout, record, f"{name}.weight").reshape(outputs, inputs // 2)
-        scale = tensor(layout, record, f"{name}.weight_scale").reshape(outputs, inputs // 16)
-        scale_2 = float(tensor(layout, record, f"{name}.weight_scale_2").view("<f4")[0])
-        return nvfp4_decode(packed, scale, np.float32(1)).astype(np.float64) * scale_2
-
-    x = bf16_float(z).astype(np.float64)
-    g = weight("w1", shape.width, shape.latent) @ x
-    u = weight("w3", shape.width, shape.latent) @ x
-    with np.errstate(over="ignore"):
-        h = 4 * np.tanh(g / 4) / (1 + np.exp(-g)) * 25 * np.tanh(u / 25)
-    return weight("w2", shape.latent, shape.width) @ h
-
-
 def assert_within_bound(
     kernel: str, rows_f32: np.ndarray, expected: np.ndarray, bf16_error: float = 3e-3
 ) -> None:
@@ -117,7 +99,11 @@ def test_error_against_float64(backend: Backend, sizes: tuple[int, int]) -> None
     pairs = [0, 1, 1], [0, 1, 2]
     rows = compute_f32(make(shape, backend), arena_of(shape, records), *pairs, z)
     for pair, (record, token) in enumerate(zip(*pairs, strict=True)):
-        assert_within_bound(backend.kernel, rows[pair], dense(shape, records[record], z[token]))
+        assert_within_bound(
+            backend.kernel,
+            rows[pair],
+            dense_row(shape, records[record], z[token], round_hidden=False),
+        )
     if shape.latent % CHUNK == 0 and shape.width % CHUNK == 0:
         other = make(shape, backend, INTERLEAVED)
         assert np.array_equal(rows, compute_f32(other, interleaved(shape, records), *pairs, z))
@@ -133,7 +119,9 @@ def test_error_for_any_shape_and_grouping(seed: int, latent: int, width: int, pa
     z = activations(5, shape.latent, seed)
     bank_rows, tokens = list(rng.integers(-1, 2, pairs)), list(rng.integers(0, 5, pairs))
     rows = compute_f32(NativeKernel(shape), arena_of(shape, records), bank_rows, tokens, z)
-    expected = [[dense(shape, record, token) for token in z] for record in records]
+    expected = [
+        [dense_row(shape, record, token, round_hidden=False) for token in z] for record in records
+    ]
     for row, bank_row, token in zip(rows, bank_rows, tokens, strict=True):
         if bank_row < 0:
             assert not row.any()
@@ -156,7 +144,9 @@ def test_error_at_k3_size(kernel: str) -> None:
         arena_of(shape, [record]), np.zeros(2, np.int32), np.arange(2, dtype=np.int32), z
     )
     for row, token in zip(rows, z, strict=True):
-        assert_within_bound(kernel, row, dense(shape, record, token), bf16_error=2e-3)
+        assert_within_bound(
+            kernel, row, dense_row(shape, record, token, round_hidden=False), bf16_error=2e-3
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -233,7 +223,7 @@ def test_masked_pairs_are_zero_rows(backend: Backend, threads: int) -> None:
             assert not rows[pair].any()
             assert not rows_f32[pair].any()
         else:
-            expected = dense(shape, records[bank_row], z[0])
+            expected = dense_row(shape, records[bank_row], z[0], round_hidden=False)
             assert_within_bound(backend.kernel, rows_f32[pair], expected)
             assert np.array_equal(rows[pair], bf16_bits(rows_f32[pair]))
     nothing = compute(kernel, arena_of(shape, records), [-1] * 4, [1] * 4, z)
