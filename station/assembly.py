@@ -14,14 +14,13 @@ import torch
 from starlette.applications import Starlette
 from structlog.typing import FilteringBoundLogger
 
-from shared.core import placement as placements
-from shared.core.errors import ConfigError, DigestMismatch, PlacementError
+from shared.core.errors import ConfigError, DigestMismatch
 from shared.core.placement import Placement
 from shared.core.ring_layout import RingShape
 from shared.core.wire import ToNode, ToStation
 from shared.io.fabric_shm import ShmFabric
-from shared.io.files import read_file
 from shared.io.link import StationLink
+from shared.io.placement_file import read_placement
 from shared.kernels.expert import ExpertKernel
 from shared.kernels.select import select_kernel
 from station import epoch_file, faults
@@ -115,13 +114,7 @@ def build_core(config: StationConfig, log: FilteringBoundLogger) -> Core:
 
 def load_placement(path: Path, checkpoint: Checkpoint) -> Placement:
     """The placement file, checked against the checkpoint it must belong to."""
-    try:
-        data = read_file(path, bytes_max=placements.FILE_BYTES_MAX)
-    except OSError as error:
-        raise PlacementError(
-            f"{path}: cannot read the placement: {error.strerror}; make one with `k3 pod init`"
-        ) from error
-    placement = placements.decode(data, source=str(path))
+    placement = read_placement(path)
     if placement.model_digest != checkpoint.digest or placement.shape != checkpoint.config.shape:
         raise DigestMismatch(
             f"{path} was made for model {placement.model_digest[:16]}, the checkpoint is "

@@ -23,14 +23,13 @@ from services.banks.progress import shown_progress
 from services.banks.staging_cli import record_command, stage_command
 from services.banks.target import choose_target
 from services.banks.verify import verify_against
-from shared.core import placement as placements
 from shared.core.bank_header import BankHeader
-from shared.core.errors import BankError, PlacementError
+from shared.core.errors import BankError
 from shared.core.placement import Placement
 from shared.core.record import RecordOrder
 from shared.core.shape import K3, ModelShape
 from shared.io.bank_file import BankFile, RecordFault, blake3_digest, verify
-from shared.io.files import read_file
+from shared.io.placement_file import read_placement
 
 if TYPE_CHECKING:
     from station.model.checkpoint import Checkpoint
@@ -284,13 +283,7 @@ def _placement(
 def _read_placement(path: Path, split: str | None) -> Placement:
     if split is not None:
         raise click.UsageError("give --placement or --split, not both")
-    try:
-        data = read_file(path, bytes_max=placements.FILE_BYTES_MAX)
-        return placements.decode(data, source=str(path))
-    except OSError as error:
-        raise PlacementError(
-            f"{path}: cannot read the placement: {error.strerror}: check the path"
-        ) from error
+    return read_placement(path)
 
 
 def _plan_lines(plans: list[BankPlan], total: int) -> Iterator[str]:

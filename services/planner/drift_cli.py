@@ -125,13 +125,14 @@ def drift(pod_name: str, placement: Path, check: bool, as_json: bool, **options:
     from services.planner.drift_report import judge, pod_in_order
     from services.planner.ledger import take_ledger
     from services.planner.pod_file import read_pod
+    from shared.io.placement_file import read_placement
 
     plan_files = RoutingFiles(options["plan_trace"], options["plan_histogram"])
     live_files = RoutingFiles(options["live"], options["live_histogram"])
     for files, name in ((plan_files, "--plan-trace"), (live_files, "--live")):
         if bool(files.traces) == (files.histogram is not None):
             raise click.UsageError(f"give {name} or its histogram, one of the two")
-    placed = _read_placement(placement)
+    placed = read_placement(placement)
     pod = pod_in_order(read_pod(pod_name), placed)
     ledger = take_ledger(pod, placed.shape)
     settings = _settings(options, pod, placed)
@@ -186,20 +187,6 @@ def _planner(policy: str, pod: Pod, ledger: Ledger, budget_s: float) -> Replan:
     return lambda trace: (
         optimise(trace, pod, ledger, effort=effort, clock=time.monotonic).assignment
     )
-
-
-def _read_placement(path: Path) -> Placement:
-    from shared.core import placement as placements
-    from shared.core.errors import PlacementError
-    from shared.io.files import read_file
-
-    try:
-        data = read_file(path, bytes_max=placements.FILE_BYTES_MAX)
-    except OSError as error:
-        raise PlacementError(
-            f"{path} cannot be read: {error.strerror}; name a file of `k3 plan --out`"
-        ) from error
-    return placements.decode(data, source=str(path))
 
 
 def _write(path: Path, found: Found) -> None:
