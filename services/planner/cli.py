@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from services.planner.drift_cli import PlanCommand
+from services.planner.planning import NAMES
 from services.ranges import RealRange
 from services.streams import table_console
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from shared.core.shape import ModelShape
 
 _FILE: Final = click.Path(path_type=Path)
-_POLICIES: Final = ("contiguous", "global", "layer-balanced", "cost-ranked", "measured")
 _TOKENS_MAX: Final = 10_000_000
 _PIPE_COLUMNS: Final = 220
 
@@ -43,7 +43,7 @@ _PIPE_COLUMNS: Final = 220
 @click.option("--pod", "pod_name", required=True, help="Pod description: a file, or a shipped one.")
 @click.option(
     "--policy",
-    type=click.Choice(["all", *_POLICIES]),
+    type=click.Choice(["all", *NAMES]),
     default="all",
     show_default=True,
     help="How experts are placed; measured searches for the least expected time.",
@@ -138,7 +138,7 @@ def plan(
         raise click.UsageError("--out writes one placement: choose its --policy")
 
     asked = _Asked(traces, 1 if synth is None else synth, tokens, requests, holdout, split_seed)
-    names = _POLICIES if policy == "all" else (policy,)
+    names = NAMES if policy == "all" else (policy,)
     _plan(
         pod_name,
         names,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from services.planner.planning import NAMES
 from services.ranges import RealRange
 from services.streams import table_console
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from shared.core.placement import Placement
 
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
-_POLICIES: Final = ("contiguous", "global", "layer-balanced", "cost-ranked", "measured")
 _PIPE_COLUMNS: Final = 160
 _BITS_PER_BYTE: Final = 8
 _FLOW_BYTES_PER_S: Final = 1e9  # of a pod that describes no fabric
@@ -66,7 +66,7 @@ class PlanCommand(click.Command):
 @click.option("--live", type=_FILE, multiple=True, help="Live routing; repeatable.")
 @click.option("--live-histogram", type=_FILE, help="A histogram of that, instead.")
 @click.option(
-    "--policy", type=click.Choice(_POLICIES), help="Of the new plan. [default: the placement's]"
+    "--policy", type=click.Choice(NAMES), help="Of the new plan. [default: the placement's]"
 )
 @click.option(
     "--budget-s",
@@ -153,7 +153,7 @@ def _settings(options: dict[str, Any], pod: Pod, placed: Placement) -> Settings:
     from services.planner.drift_report import Settings
 
     policy = options["policy"] or placed.policy
-    if policy not in _POLICIES:
+    if policy not in NAMES:
         raise click.UsageError(
             f"the placement was made by {policy!r}, which cannot plan on routing: choose a --policy"
         )
